@@ -56,7 +56,12 @@ DESCRIPTIONS = {
     "cwm": ("CWM", "as `llama`, with windows on chosen layers"),
     "seed_oss": ("Seed-OSS", "biases on q, k, v; `head_dim` of its own"),
     "phi3": ("Phi-3, Phi-4", "fused tensors for q, k, v and for the MLP; partial rotary embeddings; windows"),
-    "qwen3_moe": ("Qwen3-30B-A3B, 235B-A22B", "as `qwen3`, with experts in every layer"),
+    "qwen3_moe": ("Qwen3-30B-A3B, 235B-A22B", "as `qwen3`, with experts in all or some layers"),
+    "qwen2_moe": (
+        "Qwen1.5-MoE, Qwen2-57B-A14B",
+        "as `qwen2`, with experts in all or some layers, and an MLP next to them for every token",
+    ),
+    "qwen3_5_moe_text": ("Qwen3.5-35B-A3B", "as `qwen3_5_text`, with experts and the MLP of `qwen2_moe`"),
     "olmoe": ("OLMoE", "experts in every layer; one RMSNorm over all heads of q, and of k"),
     "mixtral": ("Mixtral 8x7B, 8x22B", "as `mistral`, with experts in every layer"),
     "qwen3_5_text": (

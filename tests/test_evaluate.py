@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from recjax import evaluate as command
-from recjax.config import load_config
+from recjax.config import TaskConfig, load_config
 from recjax.evaluate import evaluate, seen_in_training, split_arguments
 from recjax.export import export
 from recjax.tasks.loading import load_task
@@ -224,3 +224,11 @@ def test_arguments_that_contradict_are_refused():
         split_arguments(["checkpoint=a", "checkpoint=b"])
     with pytest.raises(ValueError, match="output=.*--output FOLDER"):
         split_arguments(["output=x"])
+
+
+@pytest.mark.parametrize(
+    ("where", "label"),
+    [("data/sums.jsonl", "sums"), ("data/sums/*.parquet", "sums"), ("sums/**/test-*.parquet", "sums"), ("*", "file")],
+)
+def test_a_pattern_has_the_name_of_its_folder(where, label):
+    assert command.task_label(TaskConfig(file={"train": "unset", "evaluation": where})) == label

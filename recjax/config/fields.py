@@ -283,7 +283,14 @@ def error_lines(
         elif kind == "missing":
             yield f"{file}{name} has no value; set it in the file or as {name}=…"
         elif not name:  # a contradiction between keys, which its message names
-            yield str(each["ctx"]["error"]) + _merged_places(str(each["ctx"]["error"]), sources)
+            message = str(each["ctx"]["error"])
+            mentioned = [key for key in sources if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]\w)", message)]
+            # A block counts where its own keys are not mentioned.
+            mentioned = [key for key in mentioned if not any(other.startswith(f"{key}.") for other in mentioned)]
+            if len({sources[key] for key in mentioned}) > 1:
+                places = ", ".join(f"{key} is from {sources[key]}" for key in mentioned)
+                message += f" ({places}; a mapping adds to the keys before it, and null takes one back)"
+            yield message
         elif name not in named:  # once for a list with several wrong values
             named.add(name)
             value = values
@@ -304,17 +311,6 @@ def error_lines(
             choices = choices_of(keys[name].annotation) if name in keys else ()
             problem = f"takes {accepted}{finite}{digits}{quotes}{did_you_mean(value, choices)}"
             yield f"{source}{name} = {value!r:.300}: {each['ctx']['error'] if kind == 'value_error' else problem}"
-
-
-def _merged_places(message: str, sources: Mapping[str, str]) -> str:
-    """End of a message about two keys: where each was set, if these places differ."""
-    named = [key for key in sources if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]\w)", message)]
-    # A block counts where its own keys are not named.
-    named = [key for key in named if not any(other.startswith(f"{key}.") for other in named)]
-    if len({sources[key] for key in named}) < 2:
-        return ""
-    places = ", ".join(f"{key} is from {sources[key]}" for key in named)
-    return f" ({places}; a mapping adds to the keys before it, and null takes one back)"
 
 
 def wrong_with_variables(values: Any) -> str | None:

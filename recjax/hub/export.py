@@ -157,7 +157,7 @@ def write_adapters(
 
     Args:
         folder: existing folder.
-        config: decoder config with `lora`.
+        config: decoder config with `lora`; with adapters of experts, every layer has experts and nothing else.
         params: adapters, with or without the model's other parameters.
         base: folder of the model that the adapters belong to, whose config.json decides the module names.
         hub_name: hub name of that model; None: PEFT looks for it in `base`.
@@ -168,7 +168,13 @@ def write_adapters(
     leaves = flatten(jax.device_get(params))
     names = tensor_names(plain)
     rows = fused_rows(plain)
-    if config.experts and {"gate", "up", "down"} & {*config.lora.targets}:
+    adapts_experts = config.experts is not None and not {"gate", "up", "down"}.isdisjoint(config.lora.targets)
+    if adapts_experts and (config.experts.dense or config.experts.shared_size):
+        raise ValueError(
+            f"model.lora.targets = {list(config.lora.targets)}: PEFT reads no adapters of experts (gate, up, down) in"
+            " models with layers without experts or with an MLP next to them; export the merged model instead"
+        )
+    if adapts_experts:
         targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
         config = dataclasses.replace(config, lora=config.lora._replace(targets=tuple(targets)))
         leaves = {path: np.zeros(x.shape, x.dtype) for path, x in flatten(abstract_params(config)).items()} | leaves

@@ -41,8 +41,15 @@ DELTA_SIZES = {
     "kernel": "linear_conv_kernel_dim",
 }
 
+# Layers without experts, and an MLP next to the experts.
+DENSE_LAYERS = ("mlp_only_layers", "decoder_sparse_step")
+SHARED = "shared_expert_intermediate_size"
 # Fields of experts; transformers wrote num_experts or num_local_experts, depending on family and version.
 EXPERTS = ("num_experts", "num_local_experts", "num_experts_per_tok")
+
+QWEN3_5 = ("layer_types", "full_attention_interval", "partial_rotary_factor", "mrope_section", *DELTA_SIZES.values())
+QWEN3_5_FIXED = SILU | {"attn_output_gate": True, "mlp_only_layers": [], "mamba_ssm_dtype": "float32"}
+QWEN3_5_OPTIONS = {"qk_norm": True, "norm_offset": 1.0, "gated_attention": True}
 
 FAMILIES = {
     "llama": Family(fixed=SILU | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}),
@@ -63,21 +70,21 @@ FAMILIES = {
         fixed=PHI_FIXED,
         options={"fused_projections": True},
     ),
-    "qwen3_5_text": Family(
-        read=(
-            "layer_types",
-            "full_attention_interval",
-            "partial_rotary_factor",
-            "mrope_section",
-            *DELTA_SIZES.values(),
-        ),
-        fixed=SILU | {"attn_output_gate": True, "mlp_only_layers": [], "mamba_ssm_dtype": "float32"},
-        options={"qk_norm": True, "norm_offset": 1.0, "gated_attention": True},
+    "qwen3_5_text": Family(read=QWEN3_5, fixed=QWEN3_5_FIXED, options=QWEN3_5_OPTIONS),
+    "qwen3_5_moe_text": Family(
+        read=(*QWEN3_5, *EXPERTS, SHARED, "moe_intermediate_size"),
+        fixed=QWEN3_5_FIXED,
+        options=QWEN3_5_OPTIONS,
     ),
     "qwen3_moe": Family(
-        read=(*WINDOWS, *EXPERTS, "moe_intermediate_size", "norm_topk_prob"),
-        fixed=SILU | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        read=(*WINDOWS, *EXPERTS, *DENSE_LAYERS, "moe_intermediate_size", "norm_topk_prob"),
+        fixed=SILU,
         options={"qk_norm": True},
+    ),
+    "qwen2_moe": Family(
+        read=(*WINDOWS, *EXPERTS, *DENSE_LAYERS, SHARED, "moe_intermediate_size", "norm_topk_prob"),
+        fixed=SILU | {"qkv_bias": True},
+        options={"qkv_bias": True},
     ),
     "olmoe": Family(
         read=(*EXPERTS, "norm_topk_prob"),
@@ -111,7 +118,8 @@ MISSING = {
     "exaone4": "norms after attention together with norms on heads of q and k",
     "hunyuan_v1_dense": "norms on q and k after their rotation",
     "phimoe": "its router and biases",
-    "qwen3_vl_moe": "experts in the text half of a multimodal model",
+    "qwen3_next": "fused projections of delta nets",
+    "qwen3_vl_moe": "the layout of its experts' tensors",
     **dict.fromkeys(("glm4", "glm4_moe", "ernie4_5", "helium", "cohere", "cohere2"), "interleaved rotary pairs"),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "youtu"),
@@ -131,6 +139,7 @@ CONTAINERS = {
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
     "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 # Fields of multimodal models about images, video and sound, which the text half does not use.
 _OTHER_HALF = {
@@ -262,6 +271,8 @@ def decoder_config(fields: dict) -> DecoderConfig:
     Raises:
         ValueError: the decoder does not support a layer or rotary setting; the message names it.
     """
+    if "moe_intermediate_size" in fields:  # which may be the only width
+        fields = {"intermediate_size": fields["moe_intermediate_size"]} | fields
     _check_numbers(fields)
     global_rope = rope = fields["rope_parameters"]
     options = {name: fields[field] for name, field in FIELDS.items()} | FAMILIES[fields["model_type"]].options
@@ -316,7 +327,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
 # `_COUNTS` must be whole numbers of at least 1; `_AMOUNTS` must be finite numbers above 0.
 _COUNTS = (*("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),)
 _COUNTS += ("num_key_value_heads", "head_dim")
-_COUNTS += (*DELTA_SIZES.values(), *EXPERTS, "moe_intermediate_size")
+_COUNTS += (*DELTA_SIZES.values(), *EXPERTS, "moe_intermediate_size", SHARED, "decoder_sparse_step")
 _AMOUNTS = ("rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 _AMOUNTS += FAMILIES["granite"].read
 _LARGEST = 2**31
@@ -392,8 +403,23 @@ def _experts(fields: dict) -> dict[str, object]:
             " config.json"
         )
     module = "block_sparse_moe" if is_mixtral else "mlp"
-    experts = ExpertOptions(count, per_token, is_mixtral or fields["norm_topk_prob"], module)
-    return {"experts": experts, "intermediate_size": fields.get("moe_intermediate_size", fields["intermediate_size"])}
+    layers = range(fields["num_hidden_layers"])
+    only = fields.get("mlp_only_layers") or []
+    step = fields.get("decoder_sparse_step") or 1
+    dense = tuple(layer in only or (layer + 1) % step > 0 for layer in layers)
+    if all(dense):
+        raise ValueError(f"mlp_only_layers = {only!r:.80}, decoder_sparse_step = {step}: no layer has experts")
+    experts = ExpertOptions(
+        count,
+        per_token,
+        renormalize=fields.get("norm_topk_prob", True),  # families without the field always do
+        module=module,
+        shared_size=fields.get(SHARED) or 0,
+        dense=dense if any(dense) else (),
+        dense_size=fields["intermediate_size"] if any(dense) else 0,
+    )
+    size = fields["moe_intermediate_size"] if "moe_intermediate_size" in fields else fields["intermediate_size"]
+    return {"experts": experts, "intermediate_size": size}
 
 
 def _windows(fields: dict) -> tuple[int | None, ...]:

@@ -329,7 +329,8 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     if config.experts:
         mlp = f"model.layers.{{layer}}.{config.experts.module}"
         experts = range(config.experts.count)
-        modules |= {"layers/experts/router": f"{mlp}.gate"}
+        modules |= {"layers/experts/router": f"{mlp}.gate", "layers/shared_router": f"{mlp}.shared_expert_gate"}
+        modules |= {f"layers/shared_{name}": f"{mlp}.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
         for projection, name in EXPERT_MODULES[config.experts.module].items():
             modules[f"layers/experts/{projection}"] = f"{mlp}.experts.{{expert}}.{name}"
     for module, parts in FUSED_MODULES.items() if config.fused_projections else ():

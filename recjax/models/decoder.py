@@ -242,14 +242,15 @@ class Decoder(nn.Module):
         keys_values = tuple((context.keys, context.values) for context in contexts)
         states = contexts[-1].states if contexts else ()
         if self.unrolled:
-            kinds = config.delta.layers if config.delta else [False] * config.num_layers
-            layers = [block(*shared, kind, name=f"layer_{number}") for number, kind in enumerate(kinds)]
+            layers = [block(*shared, *kind, name=f"layer_{number}") for number, kind in enumerate(config.kinds)]
             options = [
                 jax.tree.map(lambda option, number=number: option[number], per_layer)
                 for number in range(config.num_layers)
             ]
             return run_layers(layers, embedded, (keys_values, states), options, sections, write_at)
         is_uniform = config.period == 1
+        if not is_uniform:  # options of each period's layers
+            per_layer = jax.tree.map(lambda x: x.reshape(-1, config.period, *x.shape[1:]), per_layer)
         layers = nn.scan(
             block if is_uniform else Period,
             variable_axes={"params": 0, "routing": 0},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -45,18 +46,30 @@ class DeltaNet(NamedTuple):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
+class Kind(NamedTuple):
+    """What a layer has: a gated delta net instead of attention; one MLP instead of experts, if others have experts."""
+
+    has_delta: bool = False
+    is_dense: bool = False
+
+
 class ExpertOptions(NamedTuple):
-    """Experts in every layer, each an MLP of width `intermediate_size`.
+    """Experts in the layers, each an MLP of width `intermediate_size`.
 
     count, per_token: number of experts in a layer, and how many run for each token.
     renormalize: divide the router's probabilities of a token's experts by their sum.
     module: name of the MLP in checkpoints: "mlp", or "block_sparse_moe" with Mixtral's names of projections.
+    shared_size: width of an MLP that runs for every token, times the sigmoid of a projection; 0: no such MLP.
+    dense: for each layer, True for one MLP of width `dense_size` instead of experts; empty: every layer has experts.
     """
 
     count: int
     per_token: int
     renormalize: bool
     module: str = "mlp"
+    shared_size: int = 0
+    dense: tuple[bool, ...] = ()
+    dense_size: int = 0
 
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
@@ -90,7 +103,7 @@ class DecoderConfig:
             and its gate.
         delta: layers with a gated delta net instead of attention; None: every layer has attention.
         fused_projections: checkpoints store query, key and value as one tensor, and gate and up as one.
-        experts: experts in all layers instead of one MLP; None: one MLP.
+        experts: experts in layers instead of one MLP; None: one MLP in every layer.
     """
 
     vocab_size: int
@@ -128,9 +141,17 @@ class DecoderConfig:
     lora: Lora | None = None
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        no_layer = (False,) * self.num_layers
+        deltas = self.delta.layers if self.delta else no_layer
+        dense = (self.experts.dense if self.experts else ()) or no_layer
+        return tuple(itertools.starmap(Kind, zip(deltas, dense, strict=True)))
+
+    @property
     def period(self) -> int:
         """Number of layers after which the kinds repeat, a divisor of `num_layers`; 1 if all layers have one kind."""
-        kinds = self.delta.layers if self.delta else ()
+        kinds = self.kinds
         count = self.num_layers
         return next(
             size for size in range(1, count + 1) if count % size == 0 and kinds == kinds[:size] * (count // size)
@@ -163,8 +184,13 @@ class DecoderConfig:
             share = self.attention_layers / self.num_layers
             of_delta = net.channels + 2 * net.value_heads * net.value_dim + 2 * net.value_heads
             heads = round(share * heads + (1 - share) * of_delta)
-        router = self.experts.count if self.experts else 0
-        return self.hidden_size * (heads + router + 3 * experts * self.intermediate_size)
+        units = 3 * experts * self.intermediate_size
+        if self.experts:
+            options = self.experts
+            shared = 3 * options.shared_size + (options.shared_size > 0)
+            share = sum(options.dense) / self.num_layers
+            units = (1 - share) * (options.count + shared + units) + share * 3 * options.dense_size
+        return round(self.hidden_size * (heads + units))
 
 
 def rotary_of(config: DecoderConfig) -> Rotary:

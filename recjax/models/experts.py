@@ -1,5 +1,6 @@
 """Mixtures of experts: a router sends each token through a few of many MLPs; no token is dropped."""
 
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -194,15 +195,30 @@ def unrecorded(decoder: nn.Module, count: int) -> dict[str, np.ndarray]:
 def apply_routed(decoder: nn.Module, variables: dict, *arguments, **options) -> tuple:
     """`decoder.apply`, and the sown values of the experts' layers: `chosen` [layers, tokens, per_token] and `load`.
 
-    Without experts, the second value is empty.
+    `chosen` is NO_RECORD in layers without experts, which have no load. Without experts, the second value is empty.
     """
     if decoder.config.experts is None:
         return decoder.apply(variables, *arguments, **options), {}
     result, sown = decoder.apply(variables, *arguments, mutable=[_COLLECTION], **options)
     sown = sown[_COLLECTION]
-    layers = [sown[f"layer_{number}"] for number in range(decoder.config.num_layers)] if decoder.unrolled else []
-    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *layers) if layers else sown["layers"]
-    return result, {name: value[0] for name, value in stacked["experts"].items()}
+    size = decoder.config.period
+    if size == 1 and not decoder.unrolled:
+        return result, {name: value[0] for name, value in sown["layers"]["experts"].items()}
+    routed = {}
+    for number, kind in enumerate(decoder.config.kinds):
+        if kind.is_dense:
+            continue
+        if decoder.unrolled:
+            routed[number] = sown[f"layer_{number}"]["experts"]
+        else:
+            of_periods = sown["layers"][str(number % size)]["experts"]
+            routed[number] = jax.tree.map(operator.itemgetter(number // size), of_periods)
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *routed.values())
+    (chosen,) = stacked["chosen"]
+    if len(routed) < decoder.config.num_layers:
+        every = jnp.full((decoder.config.num_layers, *chosen.shape[1:]), NO_RECORD, chosen.dtype)
+        chosen = every.at[np.array([*routed])].set(chosen)
+    return result, {"chosen": chosen, "load": stacked["load"][0]}
 
 
 def chosen_experts(decoder: nn.Module, sown: dict) -> dict[str, Array]:

@@ -110,6 +110,7 @@ class Block(nn.Module):
     attention: str
     joined_projections: bool
     has_delta: bool = False
+    is_dense: bool = False
 
     @nn.compact
     def __call__(self, hidden, earlier, layer, sections, write_at):
@@ -285,16 +286,25 @@ class Block(nn.Module):
     # --- MLP.
 
     def _mlp(self, x, recorded_experts, sections):
-        """The output of the MLP, or of the experts in its place."""
+        """The output of the MLP, or of the experts in its place, and of the MLP that all tokens share."""
         config = self.config
         rows, _ = _stream_axes_of(sections)
-        if config.experts is None:
-            gate, up = self._projections(x, {"gate": config.intermediate_size, "up": config.intermediate_size})
+
+        def mlp(size, prefix=""):
+            gate, up = self._projections(x, {f"{prefix}gate": size, f"{prefix}up": size})
             gated = constrain(_gated(config.activation, gate, up), rows, "tensor")
-            return self._dense(gated, "down", config.hidden_size)
+            return self._dense(gated, f"{prefix}down", config.hidden_size)
+
+        options = config.experts
+        if options is None or self.is_dense:
+            return mlp(config.intermediate_size if options is None else options.dense_size)
         real = joined([section.ids[-1].reshape(-1) > 0 for section in sections], _shapes(sections))
         run_experts = Experts(config, self.dtype, functools.partial(_gated, config.activation), name="experts")
-        return run_experts(x, real, recorded_experts)
+        mixed = run_experts(x, real, recorded_experts)
+        if not options.shared_size:
+            return mixed
+        share = nn.sigmoid(self._dense(x, "shared_router", 1))
+        return mixed + share * mlp(options.shared_size, "shared_")
 
 
 def _shapes(sections: Sequence[Section]) -> list[tuple[int, int]]:
@@ -318,9 +328,10 @@ class Period(nn.Module):
     @nn.compact
     def __call__(self, hidden, earlier, options, sections, write_at):
         shared = self.config, self.dtype, self.attention, self.joined_projections
-        kinds = self.config.delta.layers[: self.config.period]
-        layers = [self.block(*shared, kind, name=str(number)) for number, kind in enumerate(kinds)]
-        return run_layers(layers, hidden, earlier, [options] * len(layers), sections, write_at)
+        kinds = self.config.kinds[: self.config.period]
+        layers = [self.block(*shared, *kind, name=str(number)) for number, kind in enumerate(kinds)]
+        each = [jax.tree.map(lambda option, number=number: option[number], options) for number in range(len(kinds))]
+        return run_layers(layers, hidden, earlier, each, sections, write_at)
 
 
 def run_layers(

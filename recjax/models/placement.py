@@ -22,8 +22,8 @@ from jaxtyping import Array
 ROWS = ("data", "fsdp", "expert")  # the mesh axes that split the rows of a batch
 
 # Projections from the stream, and back into it.
-INTO = "query|key|value|gate|up|delta_inputs|delta_gate|delta_rate|delta_decay"
-OUT_OF = "output|down|delta_output"
+INTO = "query|key|value|gate|up|shared_gate|shared_up|delta_inputs|delta_gate|delta_rate|delta_decay"
+OUT_OF = "output|down|shared_down|delta_output"
 
 # End of a parameter's path → mesh axes of the dimensions. Stacked layers have a first axis, which is never split.
 RULES = (
@@ -37,7 +37,7 @@ RULES = (
     (rf"layers/({INTO})_lora_b/kernel", (None, None, "tensor")),
     (rf"layers/({OUT_OF})_lora_a/kernel", (None, "tensor", None)),
     (rf"layers/({OUT_OF})_lora_b/kernel", (None, None, "fsdp")),
-    (r"layers/experts/router/kernel", (None, "fsdp", None)),
+    (r"layers/(experts/|shared_)router/kernel", (None, "fsdp", None)),
     (r"layers/experts/(gate|up)/kernel", (None, "expert", "fsdp", "tensor")),
     (r"layers/experts/down/kernel", (None, "expert", "tensor", "fsdp")),
     (r"layers/experts/(gate|up)_lora_a/kernel", (None, "expert", "fsdp", None)),

@@ -121,11 +121,22 @@ def keep_rows(rows: Any) -> str:
     for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
         if not isinstance(row, Mapping):
             raise ValueError(f"problems: row {number} must be a dict of columns; got {row!r:.80}")
-        row = {name: _converted(name, value, kinds.get(name)) for name, value in row.items()}
+        cells = {}
+        for name, value in row.items():
+            kind = kinds.get(name)
+            comes_from_table = kind is not None or isinstance(value, np.ndarray)
+            drops_nulls = comes_from_table and is_template_cell(name, value)
+            is_converted = drops_nulls or isinstance(value, np.ndarray) or needs_conversion(kind)
+            cells[name] = native(value, kind, drops_nulls) if is_converted else value
         try:
-            line = json_text(row, default=_plain)
+            line = json_text(cells, default=_plain)
         except (TypeError, ValueError, RecursionError):
-            line = json_text({name: _readable(value) for name, value in row.items()}, default=_plain)
+            for name, value in cells.items():
+                try:
+                    json_text(value, default=_plain)
+                except (TypeError, ValueError, RecursionError) as error:
+                    cells[name] = {UNREADABLE: short_error(error)}
+            line = json_text(cells, default=_plain)
         if "\\ud" in line.casefold():
             parsed(line.encode(), f"problems: row {number}")
         lines.append(line + "\n")
@@ -137,15 +148,6 @@ def keep_rows(rows: Any) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, content)
     return name
-
-
-def _converted(column: str, value: Any, kind: Any) -> Any:
-    """A cell of a program's rows in Python's types; what comes from a table loses the nulls that tables add."""
-    comes_from_table = kind is not None or isinstance(value, np.ndarray)
-    drops_nulls = comes_from_table and is_template_cell(column, value)
-    if drops_nulls or isinstance(value, np.ndarray) or needs_conversion(kind):
-        return native(value, kind, drops_nulls)
-    return value
 
 
 def _plain(value: Any) -> Any:
@@ -164,15 +166,6 @@ def _plain(value: Any) -> Any:
         raise TypeError(f"a value of type {type(value).__name__}, which JSON cannot hold; give text instead")
     listed = native(value.tolist(), str(getattr(value, "dtype", "")).rpartition(".")[2])
     return None if isinstance(listed, float) and not math.isfinite(listed) else listed
-
-
-def _readable(value: Any) -> Any:
-    """The value, or why JSON cannot hold it."""
-    try:
-        json_text(value, default=_plain)
-    except (TypeError, ValueError, RecursionError) as error:
-        return {UNREADABLE: short_error(error)}
-    return value
 
 
 def rows_file(name: str) -> Path:

@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5, untied": ("qwen3_5 with layers in no order", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
     "olmoe": ("olmoe", {}),
     "mixtral": ("mixtral", {}),
 }

@@ -121,6 +121,28 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "rope_parameters": ROPE, "head_dim": 12,
 MODELS |= {
     "qwen3_moe": QWEN3_MOE | {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "qwen3_moe, tied": QWEN3_MOE | {"num_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+    "qwen3_moe with dense layers": QWEN3_MOE
+    | {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "rope_parameters": ROPE,
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_5_moe": DELTA
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "full_attention_interval": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "olmoe": OLMO | {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "mixtral": {"model_type": "mixtral", "rope_parameters": ROPE, "num_local_experts": 4, "sliding_window": 4},
 }
@@ -364,6 +386,12 @@ def adapter_error(loaded, folder):
     peft, tokens = pytest.importorskip("peft"), np.stack([loaded.sequences[0], loaded.sequences[3][:8]])
     kernels = [path.split("/")[-2] for path in flatten(loaded.params) if path.endswith("/kernel")]
     targets = [target for target in (*PROJECTIONS, *DELTA_PROJECTIONS) if target in kernels]
+    if (experts := loaded.config.experts) and (experts.dense or experts.shared_size):
+        refused = LoraConfig(rank=3, alpha=5.0, targets=["query", "up"])
+        decoder, params = with_adapters(Decoder(loaded.config), loaded.params, refused, jax.random.key(0))
+        with pytest.raises(ValueError, match="PEFT reads no adapters of experts .* export the merged model instead"):
+            write_adapters(folder, decoder.config, params, str(loaded.folder))
+        targets = [target for target in targets if target not in ("gate", "up", "down")]
     lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
     decoder, params = with_adapters(Decoder(loaded.config), loaded.params, lora, jax.random.key(0))
     random, leaves = np.random.default_rng(0), flatten(params)

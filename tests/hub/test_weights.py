@@ -355,14 +355,18 @@ def test_config_fields_of_families(tmp_path, changes, options):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe' is not supported; use a model of type llama, mistral, "),
+        ({"model_type": "dbrx"}, "model_type 'dbrx' is not supported; use a model of type llama, mistral, "),
         ({"model_type": None}, "model_type None is not supported"),
         (
             {"residual_multiplier": 0.2, "top": 1},
             r"residual_multiplier = 0.2 is not a known .* \(all unknown: resid.*, top\)",
         ),
-        (MOE | {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported, only \[\]"),
-        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
+        (
+            MOE | {"mlp_only_layers": [0, 1]},
+            r"mlp_only_layers = \[0, 1\], decoder_sparse_step = 1: no layer has experts",
+        ),
+        (MOE | {"decoder_sparse_step": 3}, "decoder_sparse_step = 3: no layer has experts"),
+        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: takes a finite number above 0"),
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 4 experts: takes at most all"),
         (MOE | {"num_experts": 0}, "num_.*experts = 0: takes a finite number above 0"),
         (MOE | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 is not a known field"),

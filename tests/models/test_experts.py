@@ -1,5 +1,6 @@
 """Experts: grouped products, padding, forms of the decoder, balance, and routing that the update replays."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -232,8 +233,27 @@ def test_references_and_teachers_choose_their_own_experts(sampled, packed):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-3)
 
 
+@pytest.mark.slow
+def test_layers_without_experts_have_no_record_and_all_forms_agree():
+    """The first of two layers has one MLP and no window; the second has experts and an MLP for every token."""
+    options = ExpertOptions(6, 2, True, shared_size=10, dense=(True, False), dense_size=20)
+    config = dataclasses.replace(CONFIG, experts=options, windows=(None, 4))
+    assert config.period == 2 and config.layer_weights == 32 * (96 + (60 + 6 + 31 + 18 * 24) / 2)
+    old = completed(Decoder(config, replays_routing=True), init_params(config, jax.random.key(0)))
+    recorded, mask = old.batch.recorded[EXPERTS], old.batch.completion_mask
+    assert (recorded[:, :, 0] == -1).all() and (recorded[:, 1:, 1][mask[:, 1:]] >= 0).all()
+    assert np.abs(old.log_ratios()[0]).max() < 1e-4
+    params = jax.tree.map(lambda x: x + 0.02 * jax.random.normal(jax.random.key(x.size), x.shape), old.params)
+    replayed, fresh = (old.log_ratios(params, replay=replay)[1] for replay in (True, False))
+    assert np.abs(replayed - fresh).max() > 0.05, "the weights change no expert"
+    for form in ({"unrolled": True}, {"remat": "full"}):
+        one = old._replace(decoder=old.decoder.clone(**form))
+        for packed in (False, True):
+            np.testing.assert_allclose(one.log_ratios(params, packed)[1], replayed, atol=1e-5)
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe"])
 def test_stale_completions_have_the_logprobs_of_transformers_with_their_recorded_experts(family, tmp_path):
     """Older weights sample and route; newer weights score. In transformers, a hook forces each router's choice."""
     torch = pytest.importorskip("torch")
@@ -256,7 +276,8 @@ def test_stale_completions_have_the_logprobs_of_transformers_with_their_recorded
         return hook
 
     for layer, block in enumerate(model.model.layers):
-        block.mlp.gate.register_forward_hook(forcing(layer))
+        if hasattr(block.mlp, "gate"):
+            block.mlp.gate.register_forward_hook(forcing(layer))
     expected, batch = [], old.batch
     for row, (tokens, mask) in enumerate(zip(batch.completions, batch.completion_mask, strict=True)):
         prompt = batch.prompts[row // GROUP][batch.prompt_mask[row // GROUP]]
