@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from recjax.experience.group import sets_to_lists, top_to_lists
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tools import CALL, parsed_calls
+from recjax.rollout.tools import parsed_calls, split_calls
 from recjax.serving.bodies import ReplyBody
 from recjax.serving.sampler import Piece
 
@@ -176,7 +176,7 @@ def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dic
         }
         for call_index, call in enumerate(calls)
     ]
-    return CALL.sub("", text).rstrip() or None, written
+    return split_calls(text)[1].rstrip() or None, written
 
 
 def _finish(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
