@@ -352,6 +352,11 @@ def _set_process(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
+def end_with_parent() -> None:
+    """In a new child process: kills it at the end of the thread that started it; has no effect beyond Linux."""
+    _set_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _end_descendants(root: int) -> None:
     """Kills all processes that descend from a process; has no effect on systems without /proc."""
     for _ in range(500):  # processes may start others before they are killed

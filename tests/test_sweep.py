@@ -249,3 +249,20 @@ def test_a_run_that_ends_with_status_0_and_is_not_whole_has_failed(write, monkey
     monkeypatch.setattr(sweep.subprocess, "Popen", Process)
     base, runs = read_sweep(write(grids=[{"algorithm": ["grpo"], "seed": [0]}]))
     assert "exit status 0: bye" in run_all(base, runs, workers=1)["grpo__0"]
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_leaves_no_runs(write):
+    path = write()
+    process = Command(["-m", "recjax.sweep", path, "--workers", "1", "training.steps=100000"])
+    run = path.parent / "runs" / "grpo__0"
+    deadline = time.monotonic() + 120
+    while not (run / "running.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pid = json.loads((run / "running.json").read_text())["pid"]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}/stat").exists()
