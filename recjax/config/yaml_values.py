@@ -143,24 +143,22 @@ def read_yaml_file(path: str | Path) -> Any:
         raise ValueError(f"{path}: is in UTF-16 or UTF-32; save it as UTF-8")
     try:
         value = read_yaml(content.decode("utf-8-sig"))
-        _check_size(value)
+        # Aliases repeat values, and a few lines of them can stand for billions.
+        pending = [value]
+        for count, each in enumerate(pending):  # the list grows
+            if count == _MOST_VALUES:
+                raise ValueError(
+                    f"has more than {_MOST_VALUES:,} values, with those that aliases repeat; remove aliases"
+                )
+            if isinstance(each, dict):
+                pending += each.values()
+            elif isinstance(each, list):
+                pending += each
         return value
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     except ValueError as error:
         raise ValueError(f"{path}: not a valid YAML file ({error})") from error
-
-
-def _check_size(value: Any) -> None:
-    """Refuses a value that aliases repeat without end; a few lines of them can stand for billions of values."""
-    pending = [value]
-    for count, each in enumerate(pending):  # the list grows
-        if count == _MOST_VALUES:
-            raise ValueError(f"has more than {_MOST_VALUES:,} values, with those that aliases repeat; remove aliases")
-        if isinstance(each, dict):
-            pending += each.values()
-        elif isinstance(each, list):
-            pending += each
 
 
 def write_yaml(value: Any, flow: bool = False) -> str:

@@ -274,7 +274,7 @@ def check_data(config: Config, step: int, data: dict[str, str], output: Path | N
         )
 
 
-def check_weights(config: Config, step: int, weights: dict[str, str], read: bool) -> None:
+def check_weight_digests(config: Config, step: int, weights: dict[str, str], read: bool) -> None:
     """Compares the weights that a run reads and does not keep in its checkpoints with those that it began with.
 
     Args:

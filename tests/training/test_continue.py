@@ -123,14 +123,16 @@ def test_changed_weights_are_refused_or_named_at_a_resume(tiny, monkeypatch, cap
     config = tiny("run", "model.decoder=null", "model.path=folder")
     names = {checkpoint.BASE: "old", "model.teacher (float32)": "old"}
     monkeypatch.setattr(checkpoint, "progress", lambda *_: {"totals": {"weights": names}})
-    checkpoint.check_weights(config, 3, names | {"model.reference (float32)": "new"}, True)
+    checkpoint.check_weight_digests(config, 3, names | {"model.reference (float32)": "new"}, True)
     with pytest.raises(ValueError, match="model.teacher .float32.: the weights changed .*old then, new now"):
-        checkpoint.check_weights(config, 3, {"model.teacher (float32)": "new"}, True)
+        checkpoint.check_weight_digests(config, 3, {"model.teacher (float32)": "new"}, True)
     with pytest.raises(ValueError, match="initial policy: the weights changed"):
-        checkpoint.check_weights(config, 3, {checkpoint.BASE: "new"}, True)
+        checkpoint.check_weight_digests(config, 3, {checkpoint.BASE: "new"}, True)
     assert not caplog.text
-    checkpoint.check_weights(config, 3, {checkpoint.BASE: "new"}, False)
-    checkpoint.check_weights(tiny("run"), 3, {checkpoint.BASE: "new"}, True)  # random weights, which may be rounded
+    checkpoint.check_weight_digests(config, 3, {checkpoint.BASE: "new"}, False)
+    checkpoint.check_weight_digests(
+        tiny("run"), 3, {checkpoint.BASE: "new"}, True
+    )  # random weights, which may be rounded
     assert caplog.text.count("initial policy: the weights changed") == 2
 
 
