@@ -12,7 +12,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import absl.logging
@@ -35,7 +37,8 @@ LINE_SECONDS = 10.0  # between two lines of a bar without a terminal
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
     """Decorates a command's main: a user error prints one line and exits with status 1, Ctrl-C exits with status 130.
 
-    User errors are ValueErrors, and OSErrors for files and folders that cannot be read or written.
+    User errors are ValueErrors, OSErrors for files and folders that cannot be read or written, and RuntimeErrors that
+    recjax raises itself.
 
     With --verbosity=1 the traceback precedes the line.
     """
@@ -49,6 +52,12 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
             print("interrupted; the same command resumes from the files on disk", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         except ValueError as error:
+            _end(str(error))
+        except RuntimeError as error:
+            *_, last = traceback.extract_tb(error.__traceback__)
+            # JAX's errors have types of their own, and those of other packages need their traceback.
+            if type(error) is not RuntimeError or not Path(last.filename).is_relative_to(Path(__file__).parent):
+                raise
             _end(str(error))
         except OSError as error:
             if error.errno in FULL:

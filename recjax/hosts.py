@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import ipaddress
 import itertools
 import logging
 import os
@@ -70,12 +71,15 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
         MEETING_SECONDS, _end, [f"error: not all processes came within {MEETING_SECONDS} s; {_CHECK}"]
     )
     late.daemon = True
+    # JAX's own default is all interfaces.
+    bind_address = coordinator if coordinator is not None and _loopback_host(coordinator) else None
     late.start()
     try:
         jax.distributed.initialize(
             coordinator,
             processes,
             process_id,
+            coordinator_bind_address=bind_address,
             initialization_timeout=2 * MEETING_SECONDS,
             heartbeat_timeout_seconds=LOST_SECONDS,
             shutdown_timeout_seconds=LOST_SECONDS,
@@ -93,16 +97,28 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
     multihost_utils.process_allgather(np.zeros(1))  # see `connect_devices`
 
 
+def _loopback_host(coordinator: str) -> str | None:
+    """The coordinator's own address if only this machine reaches it; None for all other addresses and names."""
+    host = coordinator.rpartition(":")[0].strip("[]")
+    host = "127.0.0.1" if host == "localhost" else host
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:
+        return None
+
+
 def _receive_calls(coordinator: str, processes: int) -> None:
     """Waits in process 0 until all other processes have called, then answers each with the reason not to start, if any.
 
     Raises:
         ValueError: see `connect_processes`.
     """
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
+    host = _loopback_host(coordinator)
+    dual = socket.has_dualstack_ipv6() and host is None
+    family = socket.AF_INET6 if dual or ":" in (host or "") else socket.AF_INET
+    port = int(coordinator.rpartition(":")[2])
     try:
-        listener = socket.create_server(("", int(coordinator.rpartition(":")[2])), family=family, dualstack_ipv6=dual)
+        listener = socket.create_server((host or "", port), family=family, dualstack_ipv6=dual)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--coordinator {coordinator}: process 0 cannot listen at this port ({error}); choose another one"

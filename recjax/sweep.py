@@ -32,7 +32,7 @@ from absl import flags
 from recjax.analysis.sweeps import LOGS, SweepRun, read_sweep
 from recjax.console import command, progress_bar, start
 from recjax.training.run_folder import is_finished
-from recjax.workers import cores
+from recjax.workers import cores, end_with_parent
 
 FLAGS = flags.FLAGS
 LOOK_SECONDS = 1.0  # between two looks at the metrics of the active runs
@@ -58,7 +58,9 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
         with log.open("w") as file:
             if stopping.is_set():
                 return
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            options = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
+            # A killed sweep leaves no runs, whose folders the same command would find in use.
+            process = subprocess.Popen(command, preexec_fn=end_with_parent, **options)
             alive[process] = run
             code = process.wait()
             del alive[process]

@@ -7,6 +7,7 @@ JAX nor the training process's threads and main module, and a new worker needs o
 import collections
 import contextlib
 import ctypes
+import functools
 import glob
 import importlib
 import multiprocessing
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -58,6 +59,55 @@ class CallFailed(Exception):
         """Stores the reason and the message."""
         super().__init__(message)
         self.reason = reason
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Calls functions in threads that the end of the process does not wait for, as a user's function may hang.
+
+    It is a ThreadPoolExecutor, of which asyncio takes no other kind, with threads of its own.
+    """
+
+    def __init__(self, count: int, name: str):
+        """Starts no threads; a call starts one if all are busy and there are fewer than `count`."""
+        super().__init__(count, name)
+        self._name = name
+        self._started = 0
+        self._idle = threading.Semaphore(0)
+        self._waiting: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._changing = threading.Lock()
+        self._closed = False
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> "Future[Any]":
+        """A future of the function's result; calls begin in the order of submission."""
+        future: Future[Any] = Future()
+        with self._changing:
+            if self._closed:
+                raise RuntimeError("the threads are closed")
+            self._waiting.put((future, functools.partial(function, *args, **named)))
+            if not self._idle.acquire(blocking=False) and self._started < self._max_workers:
+                self._started += 1
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Takes no more calls, and cancels those that have not begun; calls that have begun are not waited for."""
+        with self._changing:
+            self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while call := self._waiting.get_nowait():
+                    call[0].cancel()
+            for _ in range(self._started):
+                self._waiting.put(None)
+
+    def _run(self) -> None:
+        while call := self._waiting.get():
+            future, function = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+            self._idle.release()
 
 
 class _Call(NamedTuple):
@@ -300,6 +350,11 @@ def _set_process(option: int, value: int) -> None:
     """Sets an option of this process by Linux's prctl; other systems have none."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """In a new child process: kills it at the end of the thread that started it; has no effect beyond Linux."""
+    _set_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_descendants(root: int) -> None:

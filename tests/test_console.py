@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recjax import console
+from recjax import console, workers
 from recjax.workers import cores
 from tests import commands
 from tests.commands import Command
@@ -276,3 +276,17 @@ def test_a_bar_that_is_not_shown_prints_nothing(monkeypatch, isatty):
     with console.progress_bar("grpo", 2, unit="step", shown=False) as bar:
         bar.update(2)
     assert stream.getvalue() == ""
+
+
+def test_only_runtime_errors_of_recjax_are_lines(monkeypatch):
+    monkeypatch.setattr(console, "configure_logging", lambda: None)
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    monkeypatch.setattr(workers.Workers, "loading", True)
+    with pytest.raises(SystemExit, match="^error: recjax.run cannot start in a module"):
+        console.command(lambda _: workers.refuse_while_loading("recjax.run"))([])
+
+    def others(_):
+        raise RuntimeError("of another package")
+
+    with pytest.raises(RuntimeError, match="of another package"):
+        console.command(others)([])

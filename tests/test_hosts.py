@@ -522,3 +522,36 @@ def test_half_of_the_flags_is_refused(monkeypatch):
     hosts.connect_processes(None, None, None)
     with pytest.raises(ValueError, match="--processes 2 --process_id None: .* Give all three"):
         hosts.connect_processes("127.0.0.1:1", 2, None)
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "bound"),
+    [("127.0.0.1:{}", "127.0.0.1"), ("localhost:{}", "127.0.0.1"), ("[::1]:{}", "::1"), ("cluster-head:{}", "")],
+)
+def test_a_loopback_coordinator_listens_on_loopback_alone(monkeypatch, coordinator, bound):
+    create, places, arguments = socket.create_server, [], {}
+    coordinator = coordinator.format(free_port())
+
+    def created(place, **options):
+        places.append(place[0])
+        return create(place, **options)
+
+    def initialize(*_, **named):
+        arguments.update(named)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(socket, "create_server", created)
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    meeting = threading.Thread(target=lambda: hosts._call_first(coordinator.replace("cluster-head", "127.0.0.1"), 2, 1))
+    meeting.start()
+    with pytest.raises(RuntimeError, match="enough"):
+        hosts.connect_processes(coordinator, 2, 0)
+    meeting.join(20)
+    assert places == [bound]
+    assert arguments["coordinator_bind_address"] == (coordinator if bound else None)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -411,3 +411,13 @@ def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message
     with pytest.raises(ValueError, match=message):
         import_exports([read_exported(file)], tmp_path / "again.db")
     assert not read(tmp_path / "again.db")
+
+
+def test_a_vocabulary_is_digested_once(monkeypatch):
+    tokenizer = character_tokenizer("123")
+    read, calls = tokenizer.get_vocab, []
+    monkeypatch.setattr(tokenizer, "get_vocab", lambda: calls.append(1) or read())
+    first = tokenizer_name(tokenizer)
+    assert [tokenizer_name(tokenizer) for _ in range(9)] == [first] * 9 and len(calls) == 1
+    tokenizer.add_tokens(["<more>"])
+    assert tokenizer_name(tokenizer) != first

@@ -125,7 +125,9 @@ def test_what_a_file_must_not_say_is_refused_before_work(write, changes, message
 
 @pytest.mark.slow
 def test_a_failed_run_is_reported_and_the_others_go_on_and_a_second_call_does_only_what_is_missing(write, monkeypatch):
-    monkeypatch.setattr(sweep.subprocess, "Popen", lambda command, **options: Command(command[1:], **options))
+    monkeypatch.setattr(
+        sweep.subprocess, "Popen", lambda command, preexec_fn, **options: Command(command[1:], **options)
+    )
     path = write(grids=[{"algorithm": "all", "seed": [0]}])
     base, runs = read_sweep(path, extra=["training.steps=1", "evaluation.every=0"])
     occupied = Path(runs[0].config.output)
@@ -175,7 +177,7 @@ def test_workers_share_the_cores(write, monkeypatch):
     seen = []
 
     class Process:
-        def __init__(self, command, stdout, stderr, env):
+        def __init__(self, command, stdout, stderr, env, preexec_fn):
             seen.append(env["PJRT_NPROC"])
 
         def wait(self):
@@ -199,7 +201,7 @@ def test_the_bar_counts_steps_of_all_runs_and_names_those_at_work(write, monkeyp
             file.write("{}\n" * rows)
 
     class Process:
-        def __init__(self, command, stdout, stderr, env):
+        def __init__(self, command, stdout, stderr, env, preexec_fn):
             self.name = next(run.name for run in runs if f"output={run.config.output}" in command)
 
         def wait(self):
@@ -240,7 +242,7 @@ def test_the_bar_counts_steps_of_all_runs_and_names_those_at_work(write, monkeyp
 
 def test_a_run_that_ends_with_status_0_and_is_not_whole_has_failed(write, monkeypatch):
     class Process:
-        def __init__(self, command, stdout, stderr, env):
+        def __init__(self, command, stdout, stderr, env, preexec_fn):
             stdout.write("bye\n")
 
         def wait(self):
@@ -249,3 +251,20 @@ def test_a_run_that_ends_with_status_0_and_is_not_whole_has_failed(write, monkey
     monkeypatch.setattr(sweep.subprocess, "Popen", Process)
     base, runs = read_sweep(write(grids=[{"algorithm": ["grpo"], "seed": [0]}]))
     assert "exit status 0: bye" in run_all(base, runs, workers=1)["grpo__0"]
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_leaves_no_runs(write):
+    path = write()
+    process = Command(["-m", "recjax.sweep", path, "--workers", "1", "training.steps=100000"])
+    run = path.parent / "runs" / "grpo__0"
+    deadline = time.monotonic() + 120
+    while not (run / "running.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pid = json.loads((run / "running.json").read_text())["pid"]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}/stat").exists()

@@ -1,16 +1,20 @@
 """What a worker starts ends with it, whichever way the worker ends; other workers go on."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from recjax.workers import CallFailed, Workers
+from recjax.tasks.grading.event_loop import run_to_end
+from recjax.workers import CallFailed, DaemonThreads, Workers
 from tests import leftovers
+from tests.training.tiny_run import TINY
 
 
 @pytest.fixture
@@ -105,3 +109,88 @@ def test_a_module_that_starts_workers_is_refused_in_workers(tmp_path):
     done = subprocess.run([sys.executable, "chain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "worker processes cannot start in a module that worker processes import" in done.stderr
     assert "the worker processes ended by themselves" in done.stderr
+
+
+def test_daemon_threads_call_in_order_and_start_as_needed():
+    names = set()
+
+    def wait(event, number):
+        names.add(threading.get_ident())
+        event.wait(20)
+        return number
+
+    def fails():
+        raise SystemExit("of a user's function")
+
+    gates = [threading.Event() for _ in range(40)]
+    threads = DaemonThreads(64, "many")
+    futures = [threads.submit(wait, gate, number) for number, gate in enumerate(gates)]
+    for gate in reversed(gates):
+        gate.set()
+    assert [future.result(20) for future in futures] == list(range(40)) and len(names) == 40
+    with pytest.raises(SystemExit):
+        threads.submit(fails).result(20)
+    one = DaemonThreads(1, "one")
+    order = []
+    blocked = threading.Event()
+    first = one.submit(blocked.wait, 20)
+    done = [one.submit(order.append, number) for number in range(9)]
+    blocked.set()
+    assert first.result(20) and [future.result(20) for future in done] and order == list(range(9))
+    blocked.clear()
+    one.submit(blocked.wait, 20)
+    waiting = one.submit(order.append, 9)
+    one.shutdown()
+    assert waiting.cancelled()
+    blocked.set()
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_does_not_keep_the_process():
+    program = (
+        "import time\nfrom recjax.workers import DaemonThreads\n"
+        "DaemonThreads(1, 'grading').submit(time.sleep, 1000)\n"
+        "import asyncio\nfrom recjax.tasks.grading.event_loop import run_to_end\n"
+        "import threading\n"
+        "threading.Thread(target=run_to_end, args=[asyncio.to_thread(time.sleep, 1000)], daemon=True).start()\n"
+        "time.sleep(0.5)\nprint('ended', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("ended\n", 0), done.stderr
+
+
+def test_forty_blocking_calls_of_agents_run_at_once():
+    together = threading.Barrier(40, timeout=20)
+
+    async def agents():
+        await asyncio.gather(*(asyncio.to_thread(together.wait) for _ in range(40)))
+
+    run_to_end(agents())
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_a_run_whose_reward_hangs(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "hanging.py").write_text(
+        "import time\ndef reward(*_):\n    print('it hangs', flush=True)\n    time.sleep(1000)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "recjax.train",
+        "--config",
+        "tiny.yaml",
+        "output=run",
+        "task.reward=hanging:reward",
+    ]
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **options) as process:
+        try:
+            while "it hangs" not in process.stdout.readline():
+                pass
+            for _ in range(2):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()

@@ -199,3 +199,11 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_bytes("seed: 1".encode("utf-8-sig"))
     assert read_yaml_file(path) == {"seed": 1}
+
+
+def test_a_file_of_aliases_that_multiply_is_refused(tmp_path):
+    lines = ["a0: &a0 [" + "x, " * 10 + "]"]
+    lines += [f"a{level}: &a{level} [" + f"*a{level - 1}, " * 10 + "]" for level in range(1, 9)]
+    (tmp_path / "aliases.yaml").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="aliases.yaml: not a valid YAML file .has more than 100,000 values"):
+        read_yaml_file(tmp_path / "aliases.yaml")

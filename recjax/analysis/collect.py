@@ -82,8 +82,9 @@ def mixed_bases(runs: Sequence[SweepRun]) -> list[str]:
             groups[same][digest].append(run.name)
     return [
         "runs with one seed, model and task began with several initial policies, so that their differences include"
-        f" those of the policies: {' and '.join(f'{digest} ({_some(names)})' for digest, names in bases.items())};"
-        " make the runs of all but one again"
+        " those of the policies: "
+        + " and ".join(f"{digest} ({', '.join(names)})" for digest, names in bases.items())
+        + "; make the runs of all but one again"
         for bases in groups.values()
         if len(bases) > 1
     ]
@@ -107,12 +108,6 @@ def differing_starts(
         for place, found in values.items()
         if len(found) > 1
     ]
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first names, and the number of further ones."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def metrics_of(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:

@@ -44,7 +44,11 @@ class EngineConfig(ConfigBlock):
         may_change=True,
     )
     processed_logprobs: Bool = key(False, "true: the server's log-probs are after temperature, top_k, top_p and min_p")
-    folder: str | None = key(None, "Shared folder for weights; null: OUTPUT/pushed", may_change=True)
+    folder: str | None = key(
+        None,
+        "Shared folder for weights, in which each run has a folder of its own; null: OUTPUT/pushed",
+        may_change=True,
+    )
     api_key_file: str | None = key(None, "File with the API key; null: $RECJAX_API_KEY", may_change=True)
     concurrency: Int = key(8, "Parallel requests", ge=1, may_change=True)
     reply_seconds: Float = key(600.0, "Time limit for a reply", ge=0.1, may_change=True)

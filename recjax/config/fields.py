@@ -26,7 +26,8 @@ _LARGEST = 1e20  # float32 overflows soon after
 # Arguments of transformers' apply_chat_template that recjax sets itself.
 _TEMPLATE_ARGUMENTS = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
-    " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+    " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs"
+    " documents sanitize_control_tokens".split()
 )
 
 

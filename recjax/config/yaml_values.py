@@ -98,6 +98,8 @@ for _class in (_Loader, _FastLoader):
     _class.add_constructor(f"{_TAG}int", lambda loader, node: int(loader.construct_scalar(node)))
 _Dumper.add_representer(str, _Dumper.represent_str)
 
+_MOST_VALUES = 100_000  # of one file
+
 
 def read_yaml(text: str, literal: bool = False) -> Any:
     """The value of a YAML document.
@@ -140,7 +142,19 @@ def read_yaml_file(path: str | Path) -> Any:
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{path}: is in UTF-16 or UTF-32; save it as UTF-8")
     try:
-        return read_yaml(content.decode("utf-8-sig"))
+        value = read_yaml(content.decode("utf-8-sig"))
+        # Aliases repeat values, and a few lines of them can stand for billions.
+        pending = [value]
+        for count, each in enumerate(pending):  # the list grows
+            if count == _MOST_VALUES:
+                raise ValueError(
+                    f"has more than {_MOST_VALUES:,} values, with those that aliases repeat; remove aliases"
+                )
+            if isinstance(each, dict):
+                pending += each.values()
+            elif isinstance(each, list):
+                pending += each
+        return value
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     except ValueError as error:

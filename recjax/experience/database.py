@@ -129,6 +129,14 @@ def open_database(place: str | Path | None, create: bool, follows: bool) -> Data
         raise ValueError(f"{name} cannot be read (permission denied); ask its owner for permission to read it")
     access = _access(path, name, follows)
     columns = _columns_in(path)
+    lasts = lasts_of(path)
+    if not columns and lasts.is_file():
+        # SQLite writes the tables of a new file into the file NAME-wal first.
+        _, completions, *_ = [*lasts.read_text(encoding="ascii", errors="replace").split(), "", ""]
+        raise ValueError(
+            f"{name}: the last {completions} completions are gone, perhaps with the file {path}-wal; restore the files"
+            f" from a backup, or delete {path} to accept the loss"
+        )
     if columns and "version" not in columns.get("store", ()):
         remedy = "it is a database of another program; give another file" if create else MAKE
         raise ValueError(f"{name} is not an experience store; {remedy}")

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,17 @@ from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts
 from recjax.tasks.problems import check_last_message
 
+# A large vocabulary takes half a second, and a follower asks for each completion.
+_names: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = weakref.WeakKeyDictionary()
+
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
     """A name that identifies a vocabulary: a digest of every token and its id."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+    size, name = _names.get(tokenizer, (None, ""))
+    if size != len(tokenizer):  # added tokens make another vocabulary
+        name = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+        _names[tokenizer] = len(tokenizer), name
+    return name
 
 
 def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from recjax.rollout.tools import split_calls
+from recjax.rollout.tools import openai_calls
 
 if TYPE_CHECKING:
     from recjax.rollout.agent_policy import AgentPolicy, Reply
@@ -129,7 +129,7 @@ def chat_completion(reply: "Reply", model: str, has_tools: bool) -> dict[str, An
     name = f"chatcmpl-{secrets.token_hex(8)}"
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     finish = "length" if reply.truncated else "stop"
-    content, calls = split_calls(reply.text, reply.answer) if has_tools else (reply.text, [])
+    content, calls = openai_calls(reply.text, reply.answer) if has_tools else (reply.text, [])
     if calls:
         message["content"] = content
         message["tool_calls"] = [{"id": f"call_{name}_{index}", **call} for index, call in enumerate(calls)]

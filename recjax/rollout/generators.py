@@ -62,6 +62,21 @@ class Generator:
             self._newest = version, weights
 
 
+_ONLY_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0 for listening on loopback alone
+
+
+def keep_ray_on_loopback() -> None:
+    """Sets the variables that Ray reads when it is imported, so it must come before modules of the user that import it.
+
+    With the first, Ray's processes listen only on loopback. Clients of Ray can run code, so a secret token keeps out
+    other users of this machine.
+    """
+    if "ray" not in sys.modules:
+        os.environ.setdefault(_ONLY_LOOPBACK, "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
 def require_ray(config: Config) -> None:
     """Refuses an asynchronous run without Ray; among several processes only the first needs Ray.
 
@@ -70,6 +85,8 @@ def require_ray(config: Config) -> None:
     """
     if config.regime.mode == "sync" or config.rollout.engine:
         return
+    if config.regime.address is None:
+        keep_ray_on_loopback()
     if hosts.any_says(hosts.is_first() and importlib.util.find_spec("ray") is None):
         raise ValueError("regime.mode = 'async': needs Ray; pip install -e \".[async]\"")
 
@@ -112,16 +129,18 @@ class Generators:
         return self
 
     def _connect(self) -> None:
-        if self._regime.address is None and "ray" not in sys.modules:
-            # With this variable Ray's processes listen only on loopback. Ray reads it on import.
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-            # Clients of Ray can run code, so a secret token keeps out other users of this machine.
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        if self._regime.address is None:
+            keep_ray_on_loopback()
         import ray
 
         self._ray = ray
         self._begun_here = not ray.is_initialized()
+        if self._begun_here and self._regime.address is None and _ONLY_LOOPBACK not in os.environ:
+            raise ValueError(
+                "regime.mode = 'async': ray was imported before recjax started it, and would listen on all interfaces"
+                f" without a token of this run; set the variables {_ONLY_LOOPBACK}=0, RAY_AUTH_MODE=token and"
+                " RAY_AUTH_TOKEN before that import, import ray later, or call ray.init yourself"
+            )
         if self._begun_here:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             quiet = {"log_to_driver": False, "logging_level": "ERROR"}

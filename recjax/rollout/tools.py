@@ -8,7 +8,6 @@ import contextlib
 import inspect
 import json
 import pkgutil
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ _MOST_PROBLEM = 500  # characters that an error of a call's arguments may quote
 
 
 # The format of Hermes, Qwen and SmolLM models: JSON between tags, one call or a list of calls.
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 class Call(NamedTuple):
@@ -31,10 +30,27 @@ class Call(NamedTuple):
     error: str | None = None
 
 
+def split_calls(text: str) -> tuple[list[str], str]:
+    """The texts between the tags of calls, and the text without them, in time linear in the text.
+
+    Examples:
+        >>> split_calls("a<tool_call>1</tool_call>b<tool_call>2")
+        (['1'], 'ab<tool_call>2')
+    """
+    *ended, last = text.split(_END)
+    calls = []
+    kept = []
+    for part in ended:
+        before, begin, call = part.partition(_BEGIN)
+        calls += [call] if begin else []
+        kept.append(before if begin else part + _END)
+    return calls, "".join([*kept, last])
+
+
 def parsed_calls(text: str) -> list[Call]:
     """The calls in a reply, in order; text between the tags that is not a valid call gives a call with an error."""
     calls = []
-    for written in CALL.findall(text):
+    for written in split_calls(text)[0]:
         try:
             parsed = json.loads(written)
         except (ValueError, RecursionError) as error:
@@ -51,7 +67,7 @@ def parsed_calls(text: str) -> list[Call]:
     return calls
 
 
-def split_calls(text: str, answer: str) -> tuple[str | None, list[dict[str, Any]]]:
+def openai_calls(text: str, answer: str) -> tuple[str | None, list[dict[str, Any]]]:
     """A reply's content and its tool calls in OpenAI's form, without ids.
 
     There are calls only if all calls after the reply's thoughts are valid.
@@ -71,7 +87,7 @@ def split_calls(text: str, answer: str) -> tuple[str | None, list[dict[str, Any]
         for call in calls
     ]
     before, _, after = text.rpartition(answer)
-    content = (before + CALL.sub("", answer) + after).rstrip()
+    content = (before + split_calls(answer)[1] + after).rstrip()
     return content or None, written
 
 

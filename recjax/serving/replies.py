@@ -11,7 +11,7 @@ from recjax.experience.group import sets_to_lists, top_to_lists
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tools import split_calls
+from recjax.rollout.tools import openai_calls
 from recjax.serving.bodies import ReplyBody
 from recjax.serving.sampler import Piece
 
@@ -171,7 +171,7 @@ def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dic
     if not job.body.functions:
         return text, []
     opening = opening_tag(job.prompts[0].text)  # a chat has one prompt
-    content, calls = split_calls(text, after_thoughts(whole_reply(opening, text)))
+    content, calls = openai_calls(text, after_thoughts(whole_reply(opening, text)))
     return content, [{"id": call_id(job.id, index, number)} | call for number, call in enumerate(calls)]
 
 

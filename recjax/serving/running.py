@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import dataclasses
+import resource
 import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,6 +26,8 @@ from recjax.serving.recorder import Recorder, Recording
 from recjax.serving.sampler import Limits, Sampler
 from recjax.serving.versions import Versions
 
+_MOST_DESCRIPTORS = 65_536
+_OTHER_DESCRIPTORS = 64  # for files, the store, its journal and pushes
 PREFIX_TIME = 64  # length in tokens to which shorter prompts are padded
 # Event-loop passes before a round, enough for stop strings to free slots. Replies are written during the round.
 PASSES = 2
@@ -92,13 +95,27 @@ def build_server(serving: Serving, when_ready: str) -> Server:
 class Connection(H11Protocol):
     """A connection that closes without a whole request head within `timeout_keep_alive`.
 
-    uvicorn itself has a limit only between requests, which ends with the first byte.
+    uvicorn itself has a limit only between requests, which ends with the first byte. If there are more connections than
+    the process can have, the oldest idle one closes, so that idle clients keep nobody out.
     """
+
+    opened: ClassVar[dict["Connection", None]] = {}  # all connections of the process, in the order of opening
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begins to wait for the first request."""
         super().connection_made(transport)
         self._wait_for_head()
+        self.opened[self] = None
+        if len(self.opened) > most_connections():
+            idle = (each for each in self.opened if each.cycle is None or each.cycle.response_complete)
+            if (oldest := next(idle, None)) is not None:
+                oldest.transport.close()
+                self.opened.pop(oldest, None)
+
+    def connection_lost(self, exception: Exception | None) -> None:
+        """Forgets the connection."""
+        self.opened.pop(self, None)
+        super().connection_lost(exception)
 
     def on_response_complete(self) -> None:
         """Begins to wait for the next request, which may be there already."""
@@ -114,6 +131,21 @@ class Connection(H11Protocol):
             self.timeout_keep_alive_handler()
 
 
+def most_connections() -> int:
+    """Number of connections that leave descriptors for files, the store and pushes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, min(soft, _MOST_DESCRIPTORS) - _OTHER_DESCRIPTORS)
+
+
+def raise_descriptor_limit() -> None:
+    """Takes as many descriptors as the system allows this process, as each connection needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def uvicorn_server(app: ASGIApp, guarded: Guarded, **options: Any) -> uvicorn.Server:
     """The HTTP server of an application."""
     config = uvicorn.Config(
@@ -126,6 +158,7 @@ def uvicorn_server(app: ASGIApp, guarded: Guarded, **options: Any) -> uvicorn.Se
         log_level="warning",
         access_log=False,
         server_header=False,
+        backlog=128,  # asyncio accepts as often in a row, and logs each failure
         **options,
     )
     return uvicorn.Server(config)
@@ -156,6 +189,7 @@ def serve(server: Server, guarded: Guarded, listening: socket.socket) -> None:
     Args:
         listening: bound socket for requests.
     """
+    raise_descriptor_limit()
     # uvicorn raises the signal again when it ends; ignoring it lets the process exit without failure.
     signal.signal(signal.SIGTERM, lambda *_: None)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it

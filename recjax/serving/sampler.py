@@ -17,6 +17,8 @@ from recjax.rollout.requests import Request, Sampled
 from recjax.rollout.trajectory import up_to_stop
 from recjax.serving.refusals import Refused
 
+_ALWAYS = (Sampling(), Sampling(temperature=0.0))  # distributions that a server always takes
+
 
 class Limits(NamedTuple):
     """Limits of a server.
@@ -97,9 +99,13 @@ class Sampler:
     def add_distribution(self, sampling: Sampling) -> None:
         """Notes the distribution of a request, which compiles programs if it is new.
 
+        Defaults and greedy sampling take no place, so that no client can shut others out from them.
+
         Raises:
             Refused: the server has its most distributions.
         """
+        if sampling in _ALWAYS:
+            return
         if sampling not in self._distributions and len(self._distributions) == self.limits.distributions:
             known = ", ".join(
                 "/".join(f"{value:g}" for value in distribution) for distribution in sorted(self._distributions)

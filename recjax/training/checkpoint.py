@@ -56,7 +56,8 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
     """
     waiting, queue = to_plain(state.queue)
     groups = groups_to_bytes(waiting)
-    plain = {"format": CHECKPOINT_FORMAT, "version": state.version, "source": state.source, "queue": queue}
+    plain = {"format": CHECKPOINT_FORMAT, "step": state.step, "version": state.version, "source": state.source}
+    plain["queue"] = queue
     items = {
         "state": ocp.args.StandardSave(state.trained),
         "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "groups": len(groups)}),
@@ -243,6 +244,10 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: it cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it is not a JSON object")
+    if content.get("step", step) != step:
+        raise ValueError(
+            f"{folder / str(step)} is a copy of the checkpoint of step {content['step']}; delete it, or rename it"
+        )
     return content
 
 
@@ -271,7 +276,7 @@ def check_data(config: Config, step: int, data: dict[str, str], output: Path | N
         )
 
 
-def check_weights(config: Config, step: int, weights: dict[str, str], read: bool) -> None:
+def check_weight_digests(config: Config, step: int, weights: dict[str, str], read: bool) -> None:
     """Compares the weights that a run reads and does not keep in its checkpoints with those that it began with.
 
     Args:

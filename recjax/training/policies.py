@@ -52,6 +52,7 @@ from recjax.training.sampling import prompts_of
 from recjax.training.warm_start import FOLDER, warm_start
 
 logger = logging.getLogger(__name__)
+_MOST_READS = 5  # tries to read the newest checkpoint of a run in training
 _WITH_CARD = (*COMPANION_FILES, "README.md")  # the base model's card has its license
 
 
@@ -96,10 +97,10 @@ def open_policy(source: str | Path | None, config: Config | None = None, step: i
     step = name if step is None else step
     if config is None or (source not in (None, "base") and _is_run(run, step)):
         theirs = run_config(run)
-        step = _whole_step(run, theirs, step)
         policy, read_params = checkpoint_reader(run, theirs)
+        step, params = _read_whole(run, theirs, step, read_params)
         older_params = lambda step: for_sampling(policy, put_params(read_params(step)))  # noqa: E731
-        opened = OpenedPolicy(f"{run.resolve().name}-{step}", policy, read_params(step), step, theirs, older_params)
+        opened = OpenedPolicy(f"{run.resolve().name}-{step}", policy, params, step, theirs, older_params)
         if config is None:
             return opened
         if config.model.chat_date and CHAT_DATE in policy.tokenizer.init_kwargs:
@@ -502,6 +503,25 @@ def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
     return step
 
 
+def _read_whole(run: Path, config: Config, step: int | str | None, read: Callable[[int], dict]) -> tuple[int, dict]:
+    """The step of a checkpoint as of `_whole_step`, and what `read` reads of it.
+
+    A run in training may delete the newest checkpoint during the read; the next one is then read.
+    """
+    for tries in range(_MOST_READS, 0, -1):
+        found = _whole_step(run, config, step)
+        folder = run / "checkpoints" / str(found)
+        try:
+            return found, read(found)
+        except Exception as error:
+            # Orbax has its own types for missing files.
+            if folder.exists():
+                raise
+            if step not in (None, "best") or tries == 1:
+                remedy = "raise training.keep_checkpoints, or read it again"
+                raise ValueError(f"{folder}: the run deleted this checkpoint during the read; {remedy}") from error
+
+
 def _restored(run: Path, step: int, like: dict) -> dict:
     """The trained parameters of a checkpoint; the optimizer state is not read."""
     item = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
@@ -569,9 +589,9 @@ def _export_adapters(run: Path, output: Path, step: int | None) -> int:
         )
     policy = policy_alone(config, "")
     decoder_config = adapted(policy.decoder.config, config.model.lora)
-    step = _whole_step(run, config, step)
     # Only the adapters are read: the base may be large.
-    adapters = _restored(run, step, split_params(abstract_params(decoder_config), config.model)[0])
+    trained = split_params(abstract_params(decoder_config), config.model)[0]
+    step, adapters = _read_whole(run, config, step, lambda step: _restored(run, step, trained))
     output.mkdir(parents=True, exist_ok=True)
     base = model_folder(config.model.path, _WITH_CARD)
     # PEFT would resolve a relative path against its own working directory, which may differ from this one.

@@ -89,7 +89,11 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
     if not output.exists():
         return
-    if not _is_run(output):
+    # A config without what only recjax writes may be the user's.
+    is_run = (output / "config.yaml").is_file() and any(
+        (output / name).exists() for name in (ENVIRONMENT, "checkpoints")
+    )
+    if not is_run:
         # A process that was killed before it wrote the config leaves the other files.
         left = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*", "*"))
         if foreign := _others(output, left):
@@ -166,8 +170,14 @@ def open_run_folder(config: Config, overwrite: bool, reward: Any = None) -> Path
     if hosts.is_first():
         problems = {name.partition(":")[2]: path.read_bytes() for name, path in passed_files(config).items()}
         with writing(f"output = {config.output!r}: it"):
-            if overwrite and output.exists():
-                _delete_run(output)
+            kept = _others(output, (*_WRITTEN, run_lock.NAME)) if output.exists() else []
+            old = output.iterdir() if overwrite and output.exists() else ()
+            # Deletes config.yaml last, since without it the folder is not a run.
+            for path in sorted(old, key=lambda path: path.name == "config.yaml"):
+                if path.name not in (*kept, run_lock.NAME):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if overwrite and kept:
+                logger.warning("%s: kept what recjax did not write: %s", output, ", ".join(kept))
             output.mkdir(parents=True, exist_ok=True)
             for name in _FILES:
                 for leftover in output.glob(partial_of(name, "*")):  # of a killed process, since this one has the lock
@@ -191,25 +201,10 @@ def open_run_folder(config: Config, overwrite: bool, reward: Any = None) -> Path
     return output
 
 
-def _is_run(output: Path) -> bool:
-    """True if a folder has the config of a run and what only recjax writes; a config alone may be the user's."""
-    return (output / "config.yaml").is_file() and any((output / name).exists() for name in (ENVIRONMENT, "checkpoints"))
-
-
 def _others(output: Path, patterns: Sequence[str]) -> list[str]:
     """The names in a folder that match none of the patterns, in order."""
     names = sorted(path.name for path in output.iterdir())
     return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _delete_run(output: Path) -> None:
-    """Deletes what recjax writes in a run folder, except the lock, and keeps all other files."""
-    kept = _others(output, (*_WRITTEN, run_lock.NAME))
-    written = [path for path in output.iterdir() if path.name not in (*kept, run_lock.NAME)]
-    for path in sorted(written, key=lambda path: path.name == "config.yaml"):  # without it the folder is not a run
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    if kept:
-        logger.warning("%s: deleted the run there, and kept what recjax did not write: %s", output, ", ".join(kept))
 
 
 def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:

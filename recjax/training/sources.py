@@ -27,7 +27,7 @@ from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.queue import LEFT, LOST, Arrival, Queue, queued_versions
 from recjax.experience.sources import groups_at, mixed, with_logprobs
 from recjax.experience.store import Store
-from recjax.files import whole_folder
+from recjax.files import digest, whole_folder
 from recjax.hub.export import export_model, write_adapters, write_base
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import model_folder
@@ -432,7 +432,10 @@ class EngineSampler(contextlib.AbstractContextManager):
         decoder = self._sampler.policy.decoder.config
         # recjax.serve computes with norm scales in float32, as this process does; other servers round them.
         dtype = "float32" if self.engine.api == "recjax" else jnp.dtype(self._sampler.policy.decoder.dtype).name
-        shared_folder = Path(config.rollout.engine.folder or Path(config.output) / "pushed").absolute()
+        output = Path(config.output).absolute()
+        shared_folder = output / "pushed"
+        if config.rollout.engine.folder:  # other runs may push there as well
+            shared_folder = Path(config.rollout.engine.folder).absolute() / f"{output.name}-{digest(bytes(output))[:8]}"
         folder = shared_folder / str(version)
         path = config.model.path
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted

@@ -340,7 +340,7 @@ def begin(
     weights = {checkpoint.BASE: base, **other_digests(setup, learner)}
     if manager.latest_step() is not None:
         reads_base = bool(learner.frozen) or learner.initial is not None
-        checkpoint.check_weights(config, manager.latest_step(), weights, reads_base)
+        checkpoint.check_weight_digests(config, manager.latest_step(), weights, reads_base)
     record_weights(output, weights)
     if setup.agents:
         setup.agents.older_params = older_params(config, setup.policy, learner.frozen, trained.params)

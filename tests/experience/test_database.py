@@ -356,3 +356,12 @@ def test_a_database_without_checksums_is_named(database_url, caplog):
         for _ in range(2):
             store.check_indexes()
     assert caplog.text.count("PostgreSQL's data_checksums is off") == 1
+
+
+def test_a_new_store_whose_journal_is_gone_has_lost_rows(tmp_path):
+    path = tmp_path / "s.db"
+    path.touch()
+    (tmp_path / "s.db-last").write_text("identity 40 12 0")
+    for create in (False, True):
+        with pytest.raises(ValueError, match="s.db: the last 40 completions are gone, perhaps with .*s.db-wal"):
+            Store(path, create=create)

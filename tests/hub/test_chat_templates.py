@@ -4,15 +4,17 @@ The templates are written here in the manner of each family; the last test reads
 """
 
 import dataclasses
+import inspect
 import json
 
 import jax
 import numpy as np
 import pytest
 import tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from experiments.smollm2 import packaged_gguf, rebuilt_tokenizer
+from recjax.config.fields import _TEMPLATE_ARGUMENTS
 from recjax.experience.foreign import Columns
 from recjax.experience.stored_groups import load_groups
 from recjax.hub.chat_rendering import render_chats, set_template_kwargs, turn_end
@@ -354,3 +356,9 @@ def test_smollm2s_own_template():
     assert render_chat(tokenizer, CHAT).endswith(QWEN_TURNS) and "SmolLM" in render_chat(tokenizer, CHAT)
     (ids,) = encode_prompts(tokenizer, [render_chat(tokenizer, [SYSTEM, *CHAT])], rendered=True)
     assert ids.count(tokenizer.eos_token_id) == 4 and ids.count(tokenizer.bos_token_id) == 5
+
+
+def test_no_argument_of_transformers_is_a_template_variable():
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    named = {name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD}
+    assert named - {"self"} <= _TEMPLATE_ARGUMENTS

@@ -32,7 +32,7 @@ from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.named_agents import environment_agent
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tools import Call, Tools, parsed_calls
+from recjax.rollout.tools import Call, Tools, parsed_calls, split_calls
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem
@@ -871,3 +871,10 @@ def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):
         assert decode(row.prompt_tokens) == "1 tools.[user:1+2=[assistant:"
         assert decode(row.tokens[~row.mask]).endswith("[tool:5[assistant:")
         assert grade.reward_parts["turns"] == 2 and grade.failure == "none"
+
+
+def test_a_reply_that_only_opens_calls_is_read_in_linear_time():
+    began = time.perf_counter()
+    assert parsed_calls("<tool_call>" * 20_000) == []
+    assert time.perf_counter() - began < 5.0
+    assert split_calls("a</tool_call>b<tool_call>1<tool_call>2</tool_call>c") == (["1<tool_call>2"], "a</tool_call>bc")

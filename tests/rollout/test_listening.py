@@ -6,10 +6,12 @@ import socket
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from recjax.config import RegimeConfig
+from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 
 LISTENS = "0A"
@@ -57,3 +59,17 @@ def test_ray_listens_on_loopback_alone():
     assert opened, "Ray's own processes talk to one another"
     loopback = ("127.", "::1", "::ffff:127.")
     assert not [place for place in opened if not place[0].startswith(loopback)]
+
+
+def test_ray_that_was_imported_too_early_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.delenv(generators._ONLY_LOOPBACK, raising=False)
+    with pytest.raises(ValueError, match="ray was imported before recjax started it"):
+        Generators(RegimeConfig(mode="async", max_staleness=1), contextlib.nullcontext)._connect()
+    # A command sets the variables before it imports a user's module.
+    monkeypatch.delitem(sys.modules, "ray")
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    generators.keep_ray_on_loopback()
+    assert os.environ[generators._ONLY_LOOPBACK] == "0" and os.environ["RAY_AUTH_MODE"] == "token"

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 
 from recjax.experience.store import Store
 from recjax.rollout.trajectory import Trajectory
-from recjax.serving import answering
+from recjax.serving import answering, running
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.running import answering_not_ready
 from recjax.serving.sampler import Sampler
@@ -125,14 +126,16 @@ def test_places_and_distributions_have_limits(tmp_path):
             assert ask(port, {"prompt": "a", "n": 2, "max_tokens": 1})[0] == 200
         assert "12 at most" in ask(port, {"prompt": "a", "n": 13})[1]["error"]["message"]
         assert ask(port, {"prompt": "a", "n": 12, "max_tokens": 1})[0] == 200
-        for temperature in (0.25, 0.5, 0.75):
+        for temperature in (0.25, 0.5, 0.75, 0.8):
             assert ask(port, {"prompt": "a", "max_tokens": 1, "temperature": temperature})[0] == 200
-        status, reply = ask(port, {"prompt": "a", "max_tokens": 1, "temperature": 0.8})
+        status, reply = ask(port, {"prompt": "a", "max_tokens": 1, "temperature": 0.9})
         assert (
             status == 400
             and reply["error"]["param"] == "temperature"
             and "--distributions" in reply["error"]["message"]
         )
+        for temperature in (0.0, 1.0):
+            assert ask(port, {"prompt": "a", "max_tokens": 1, "temperature": temperature})[0] == 200, "never shut out"
         assert sampler.under_way == 0
 
 
@@ -331,3 +334,13 @@ def test_a_client_that_does_not_take_its_reply_is_left():
         return time.monotonic() - began
 
     assert asyncio.run(main()) < 5 and ended
+
+
+def test_idle_connections_keep_no_other_client_out(monkeypatch):
+    monkeypatch.setattr(running, "most_connections", lambda: 4)
+    with listening(None, guarded=Guarded(client_seconds=30.0)) as (port, _), contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(8)]
+        for connection in idle[:4]:
+            assert connection.recv(9) == b"", "the oldest idle connections close"
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20) as reply:
+            assert reply.status == 200

@@ -13,7 +13,7 @@ import pytest
 from recjax.config import TrainingConfig, load_config
 from recjax.models.trainable import combine, flatten, is_adapter
 from recjax.planning.dry_run import dry_run
-from recjax.training import checkpoint
+from recjax.training import checkpoint, policies
 from recjax.training.policies import open_policy, with_pinned, with_start
 from recjax.training.run_folder import base_policy, check_run_folder, open_run_folder
 from recjax.training.start import begin
@@ -137,14 +137,16 @@ def test_changed_weights_are_refused_or_named_at_a_resume(tiny, monkeypatch, cap
     config = tiny("run", "model.decoder=null", "model.path=folder")
     names = {checkpoint.BASE: "old", "model.teacher (float32)": "old"}
     monkeypatch.setattr(checkpoint, "progress", lambda *_: {"totals": {"weights": names}})
-    checkpoint.check_weights(config, 3, names | {"model.reference (float32)": "new"}, True)
+    checkpoint.check_weight_digests(config, 3, names | {"model.reference (float32)": "new"}, True)
     with pytest.raises(ValueError, match="model.teacher .float32.: the weights changed .*old then, new now"):
-        checkpoint.check_weights(config, 3, {"model.teacher (float32)": "new"}, True)
+        checkpoint.check_weight_digests(config, 3, {"model.teacher (float32)": "new"}, True)
     with pytest.raises(ValueError, match="initial policy: the weights changed"):
-        checkpoint.check_weights(config, 3, {checkpoint.BASE: "new"}, True)
+        checkpoint.check_weight_digests(config, 3, {checkpoint.BASE: "new"}, True)
     assert not caplog.text
-    checkpoint.check_weights(config, 3, {checkpoint.BASE: "new"}, False)
-    checkpoint.check_weights(tiny("run"), 3, {checkpoint.BASE: "new"}, True)  # random weights, which may be rounded
+    checkpoint.check_weight_digests(config, 3, {checkpoint.BASE: "new"}, False)
+    checkpoint.check_weight_digests(
+        tiny("run"), 3, {checkpoint.BASE: "new"}, True
+    )  # random weights, which may be rounded
     assert caplog.text.count("initial policy: the weights changed") == 2
 
 
@@ -279,3 +281,28 @@ def test_a_continued_run_trains_with_its_own_schedule(tiny):
     np.testing.assert_allclose([row["learning_rate"] for row in rows[1:]], [0.02 * (7 - i) / 7 for i in range(7)], 1e-5)
     other = continued(tiny, "other", schedule, "optimizer.learning_rate=0.02", "optimizer.state=new")
     assert train(other)[1]["learning_rate"] == pytest.approx(0.02)
+
+
+def test_a_checkpoint_that_goes_during_the_read_is_not_missed(tiny, monkeypatch):
+    trained(tiny("first"), 4)
+    _, newest = trained(tiny("first"), 5)
+    folder = Path(tiny("first").output) / "checkpoints"
+    restored = policies._restored
+
+    def gone(run, step, like):
+        if step == 4:
+            shutil.rmtree(folder / "4")
+            raise FileNotFoundError(folder / "4")
+        return restored(run, step, like)
+
+    steps = iter((4, 5))
+    whole = policies._whole_step
+    monkeypatch.setattr(policies, "_restored", gone)
+    monkeypatch.setattr(policies, "_whole_step", lambda run, config, step: whole(run, config, next(steps)))
+    assert same(open_policy(tiny("first").output).params, newest.trained.params)
+    monkeypatch.setattr(policies, "_whole_step", whole)
+    monkeypatch.setattr(
+        policies, "_restored", lambda run, step, like: shutil.rmtree(folder / "5") or restored(run, step, like)
+    )
+    with pytest.raises(ValueError, match="checkpoints/5: the run deleted this checkpoint during the read"):
+        open_policy(tiny("first").output, step=5)

@@ -324,3 +324,12 @@ def test_a_folders_name_is_no_pattern_for_orbax_and_its_patterns_elsewhere_stay(
         restored = manager.restore(3, args=ocp.args.Composite(state=ocp.args.StandardRestore(arrays)))
     chex.assert_trees_all_equal(restored["state"], arrays)
     assert list(epath.Path(tmp_path).glob("ru[n]*/checkp*")) == [folder]
+
+
+def test_a_copied_checkpoint_is_no_later_one(tiny):
+    config = tiny("run", "training.steps=3")
+    count(config)
+    folder = Path(config.output) / "checkpoints"
+    shutil.copytree(folder / "3", folder / "9")
+    with pytest.raises(ValueError, match="checkpoints/9 is a copy of the checkpoint of step 3; delete it"):
+        count(tiny("run", "training.steps=12"))

@@ -8,6 +8,9 @@ import threading
 from concurrent import futures
 from typing import Any
 
+from recjax.workers import DaemonThreads
+
+_MOST_THREADS = 4096  # more than any batch has agents; a thread starts when no other is free
 _END_SECONDS = 1.0  # time that canceled coroutines have to end
 _loop: asyncio.AbstractEventLoop | None = None
 _starting = threading.Lock()
@@ -33,6 +36,8 @@ def run_to_end(result: Any) -> Any:
     with _starting:
         if _loop is None:
             _loop = asyncio.new_event_loop()
+            # asyncio's own has six threads on two cores, and all agents of a batch may block one at a time.
+            _loop.set_default_executor(DaemonThreads(_MOST_THREADS, "to_thread"))
             threading.Thread(target=run_forever, name="event loop", daemon=True).start()
             atexit.register(_cancel_all, _loop)
     outcome: futures.Future = futures.Future()

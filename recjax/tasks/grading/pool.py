@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from recjax.tasks.grading.reward import (
     is_accurate,
     verdict_of,
 )
-from recjax.workers import CallFailed, Workers
+from recjax.workers import CallFailed, DaemonThreads, Workers
 
 # Reasons why a completion has no grade; no_reward: the user's function returned None in all parts with a weight.
 FAILURES = ("none", "timeout", "crash", "too_long", "error", "no_reward")
@@ -62,7 +62,7 @@ class Grading:
         self._config = config
         self.reward = reward
         self._rewards = reward.of if isinstance(reward, MixedReward) else {"": reward}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: DaemonThreads | None = None
         self._workers: Workers | None = None
         self._without_verdict: set[str] = set()  # names of tasks
         self._names: dict[str, list[str]] = {}  # names of the parts in the first result of a user's function, by reward
@@ -84,14 +84,14 @@ class Grading:
         if modules:
             self._workers = Workers(limits.workers, limits.seconds, *sorted(modules), held=remote)
             self._workers.call(str)  # starts the imports
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
+        self._thread = DaemonThreads(1, "grading")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Kills the worker processes, even while they work; a reward in this process runs to its end."""
+        """Kills the worker processes, even while they work; a reward in this process is left alone."""
         if self._workers:
             self._workers.__exit__()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown()
 
     def submit(self, rows: Sequence[Answered]) -> "Future[Scores]":
         """A future of a batch's scores; its `result()` raises any exception of the grading."""
