@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest import mock
 
 import huggingface_hub
 import jax
@@ -17,6 +18,7 @@ from recjax.models.decoder import REMAT
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split_params
 from recjax.planning import dry_run as planning
+from recjax.planning import programs
 from recjax.planning.dry_run import (
     compact,
     count,
@@ -26,8 +28,9 @@ from recjax.planning.dry_run import (
     show_dry_run,
     warn_of_memory,
 )
-from recjax.planning.programs import batch_arrays
+from recjax.planning.programs import batch_arrays, resident_arrays, resolve_shapes
 from recjax.planning.targets import ACCELERATORS, device_memory, named_devices
+from recjax.training import policies
 from recjax.training.mesh import make_mesh
 from recjax.training.prepare import prepare
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
@@ -469,3 +472,22 @@ def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
         and sorted([*fits.split(", "), *rest.split(", ")]) == sorted(ACCELERATORS)
     )
     assert print_dry_run(path, wide, "abacus") == 2 and "--device 'abacus' is unknown" in capsys.readouterr().err
+
+
+def test_a_teachers_kernel_is_that_of_the_planned_devices(tiny, monkeypatch):
+    """A CPU plans for a GPU whose kernel it lacks itself."""
+    options = [
+        "model.attention=cudnn",
+        "model.dtype=bfloat16",
+        "model.teacher=teacher",
+        "algorithm.distillation.coefficient=1",
+    ]
+    config = tiny(*options)
+    model = resolve_shapes(config)[0]
+    monkeypatch.setattr(programs, "teacher_shape", lambda config: model.decoder.config)
+    monkeypatch.setattr(policies, "teacher_shape", lambda config: model.decoder.config)
+    weights = resident_arrays(config, model)[programs.TEACHER].tree
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} >= {jnp.dtype(jnp.bfloat16)}
+    gpu = mock.Mock(jax.Device, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    gpu.compute_capability = "9.0"
+    assert policies.teacher_decoder(config, gpu).attention == "cudnn"
