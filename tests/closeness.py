@@ -29,8 +29,8 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-4, *, least: f
 
 
 def assert_same_logprobs(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
-    """Compares log-probs of the same tokens by two programs, whose errors are those of logits of at least about 1."""
-    assert_close(found, expected, tolerance, least=1.0)
+    """Compares an array of log-probs by two programs, whose errors are those of logits of at least about 1."""
+    assert_close(np.asarray(found), np.asarray(expected), tolerance, least=1.0)
 
 
 def assert_same_gradient(found: Any, expected: Any, tolerance: float = 1e-4) -> None:

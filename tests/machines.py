@@ -1,9 +1,9 @@
-"""Runs numeric tests as other machines round: python -m tests.machines [--only NAME ...] [PYTEST ARGUMENTS]
+"""Runs numeric tests as other machines round: python -m tests.machines [--only NAME ...] [-- PYTEST ARGUMENTS]
 
 Each of SETTINGS makes XLA add the same numbers in another order, or use other instructions; the last one moves the
 inputs of tests by one unit in the last place. The command prints a row for each setting, the tests that fail in it, and
 the comparisons that use more than NEAR of their tolerance: these pass here by luck. It exits with 1 if a test fails.
-PYTEST ARGUMENTS take the place of FOLDERS and of the quick set, for example `-m slow tests/models`.
+PYTEST ARGUMENTS take the place of FOLDERS and of the quick set, for example `-- -m slow tests/models`.
 
 Compiled programs of two settings are in two folders: a program holds the instructions of its flags.
 
