@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import decode_after
-from recjax.models.decoder import Decoder
+from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
@@ -226,7 +227,7 @@ def pieces_client():
     """A client of a server of a policy whose tokens are pieces of a text, a space at the beginning of some."""
     tokenizer = sentencepiece_like(template="{{ messages[0].content }}", codes=[10])
     shape = dataclasses.replace(SHAPE, vocab_size=len(tokenizer))
-    params = params_of(shape)
+    params = init_params(shape, jax.random.key(0))  # weights that sample spaces
     with serve(None, policy=Policy(Decoder(shape), tokenizer, (2,)), params=params) as client:
         yield tokenizer, client
 
