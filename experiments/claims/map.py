@@ -50,14 +50,14 @@ def drift_of(config: Config) -> dict[str, float | bool]:
     """The arguments of a program's `Drift`, which the config's sampler has; without a drift, none.
 
     Raises:
-        ValueError: a drift of another kind, which programs do not have.
+        ValueError: groups of inputs with their own scales, which programs do not have.
     """
     drift = config.rollout.drift
     if drift is None:
         return {}
-    if drift.weights not in ("int8", "noise"):
-        raise ValueError(f"rollout.drift.weights = {drift.weights!r}: programs have int8 and noise; choose one")
-    return {drift.weights: drift.scale, "exact_logprobs": drift.logprobs == "exact"}
+    if drift.group is not None:
+        raise ValueError(f"rollout.drift.group = {drift.group}: programs have one scale for each output; remove it")
+    return {drift.weights: drift.scale, "fixed": drift.fixed, "exact_logprobs": drift.logprobs == "exact"}
 
 
 def make(runs: list[SweepRun], drifts: bool = False) -> None:

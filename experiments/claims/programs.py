@@ -59,11 +59,17 @@ class Seed(NamedTuple):
     evaluation_keys: UInt32[np.ndarray, "evaluations rows words"]
 
 
+DRIFT_KINDS = ("int8", "int4", "float8", "noise")
+
+
 class Drift(NamedTuple):
     """The sampler's error, as `rollout.drift` describes it: scales of each kind, and whether log-probs are exact."""
 
     int8: float = 0.0
+    int4: float = 0.0
+    float8: float = 0.0
     noise: float = 0.0
+    fixed: bool = False
     exact_logprobs: bool = False
 
 
@@ -276,5 +282,8 @@ class Programs:
 
     def _drifted(self, seed: Seed, params: dict, drift: Drift, version) -> dict:
         """As `BatchSampler` changes them; at most one of the scales is not 0."""
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed.number), 8), version)
-        return drifted(drifted(params, key, "int8", drift.int8), key, "noise", drift.noise)
+        key = jax.random.fold_in(jax.random.key(seed.number), 8)
+        key = jnp.where(drift.fixed, key, jax.random.fold_in(key, version))
+        for kind in DRIFT_KINDS:
+            params = drifted(params, key, kind, getattr(drift, kind))
+        return params

@@ -29,7 +29,7 @@ _LONG = "task.agent or experience.follow"
 
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 DialectName = spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
-DriftKind = Literal["int8", "float8", "noise"]
+DriftKind = Literal["int8", "int4", "float8", "noise"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
 
@@ -72,7 +72,13 @@ class DriftConfig(ConfigBlock):
     """A sampler that is wrong on purpose: it samples from weights that are changed after each sync."""
 
     weights: DriftKind = key(
-        ..., "Change of the sampler's matrices: rounded to int8 or float8, or noise relative to their size"
+        ..., "Change of the sampler's matrices: rounded to int8, int4 or float8, or noise relative to their size"
+    )
+    group: Int | None = key(
+        None, "Inputs of an output that share a scale, for int8, int4 and float8; null: all inputs", ge=1
+    )
+    fixed: bool = key(
+        False, "Noise is drawn once from the seed, so that it does not cancel over syncs; false: anew for each version"
     )
     scale: Float = key(1.0, "Factor of the change; 1: the whole rounding error, 0: no change", ge=0)
     logprobs: Literal["sampled", "exact"] = key(
@@ -85,6 +91,9 @@ class DriftConfig(ConfigBlock):
         """Runs whose sampler has no weights to change, and records that exact log-probs do not fit."""
         problem = "changes the weights of recjax's own sampler, which this run does not use; remove it"
         yield config.rollout.engine or not config.samples_training_data, "rollout.drift", problem
+        is_noise = self.weights == "noise"
+        yield is_noise and self.group, "rollout.drift.group", "is for rounded weights, and noise has none; remove it"
+        yield self.fixed and not is_noise, "rollout.drift.fixed", "is for noise; rounding always errs alike; remove it"
         is_exact = self.logprobs == "exact"
         problem = "scores whole completions of one version of the weights; remove {}"
         for name in ("task.agent", "regime.swap_within", "rollout.recorded_top_k"):

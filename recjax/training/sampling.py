@@ -164,12 +164,17 @@ class BatchSampler(NamedTuple):
         return groups, submit(groups, prompts, self.grading)
 
     def _drifted(self, weights: Weights) -> Weights:
-        """The sampler's weights under `rollout.drift`, which depend only on the exact weights and their version."""
+        """The sampler's weights under `rollout.drift`, which depend only on the seed, the exact weights, their version.
+
+        Fixed noise does not depend on the version.
+        """
         drift = self.config.rollout.drift
         if drift is None or drift.scale == 0:
             return weights
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), 8), weights.version)
-        return weights._replace(params=drifted(weights.params, key, drift.weights, drift.scale))
+        key = jax.random.fold_in(jax.random.key(self.config.seed), 8)
+        if not drift.fixed:
+            key = jax.random.fold_in(key, weights.version)
+        return weights._replace(params=drifted(weights.params, key, drift.weights, drift.scale, drift.group))
 
     def _with_exact_logprobs(self, groups: list[Group], params: dict) -> list[Group]:
         """The groups with log-probs of the exact weights; disturbed weights sampled them."""

@@ -69,7 +69,7 @@ def test_each_axis_reaches_the_config(name, tmp_path):
             assert (config.rollout.drift is None) == (drift is None)
             if drift is not None:
                 wanted = {drift["weights"]: drift.get("scale", 1.0), "exact_logprobs": "logprobs" in drift}
-                assert drift_of(config) == wanted
+                assert drift_of(config) == wanted | {"fixed": False}
                 assert wanted["exact_logprobs"] == place["engine"].endswith("_wrong")
 
 
@@ -93,8 +93,8 @@ def test_runs_of_one_algorithm_share_a_program(tmp_path):
 
 
 def test_a_drift_that_programs_do_not_have_is_refused(tmp_path):
-    runs = read_sweep(study.HERE / "quickstart.yaml", True, ["rollout.drift={weights: float8}"])[1]
-    with pytest.raises(ValueError, match="rollout.drift.weights = 'float8': programs have int8 and noise"):
+    runs = read_sweep(study.HERE / "quickstart.yaml", True, ["rollout.drift={weights: int4, group: 8}"])[1]
+    with pytest.raises(ValueError, match="rollout.drift.group = 8: programs have one scale for each output"):
         drift_of(runs[0].config)
 
 
@@ -267,20 +267,23 @@ def test_the_committed_page_is_that_of_the_committed_tables(tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("algorithm", "engine"),
+    ("algorithm", "engine", "drift"),
     [
-        ("score_centering", "noise_large"),
-        ("rec_one_side_nois_centered", "int8"),
-        ("ipo", "noise_large_wrong"),
-        ("tis", "noise_small"),
+        ("score_centering", "noise_large", None),
+        ("rec_one_side_nois_centered", "int8", None),
+        ("ipo", "noise_large_wrong", None),
+        ("tis", "noise_small", None),
+        ("reinforce", "exact", "{weights: noise, scale: 0.2, fixed: true}"),
+        ("tis", "exact", "{weights: int4}"),
     ],
 )
-def test_runs_with_drift_are_the_trainers(algorithm, engine, tmp_path, monkeypatch):
+def test_runs_with_drift_are_the_trainers(algorithm, engine, drift, tmp_path, monkeypatch):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     chosen = {"algorithm": [algorithm], "age": ["5"], "engine": [engine], "seed": ["1"]}
     sweep = sweep_of("quickstart", **chosen) | {"output": str(tmp_path)}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
-    (run,) = read_sweep(tmp_path / "sweep.yaml", extra=[*SMALL, "training.checkpoint_every=8"])[1]
+    changes = [] if drift is None else [f"rollout.drift={drift}"]
+    (run,) = read_sweep(tmp_path / "sweep.yaml", extra=[*SMALL, "training.checkpoint_every=8", *changes])[1]
     make([run], drifts=True)
     ours = study.collect([run], tmp_path / "quickstart.parquet").set_index("step")
     train(run.config)

@@ -24,7 +24,7 @@ def some_params():
     return jax.tree.map(make, shapes | {"embedding": {"embedding": (7, 8)}}, is_leaf=lambda x: isinstance(x, tuple))
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8", "noise"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8", "noise"])
 def test_only_matrices_move_by_as_much_as_the_scale_says(kind):
     params = some_params()
     changed = {scale: flatten(drifted(params, jax.random.key(1), kind, scale)) for scale in (0.0, 0.5, 1.0)}
@@ -36,10 +36,11 @@ def test_only_matrices_move_by_as_much_as_the_scale_says(kind):
             continue
         largest = np.abs(exact).max(axis=-2, keepdims=True)
         np.testing.assert_allclose(2 * half, moved, atol=1e-6 * largest.max())
-        if kind == "int8":
-            levels = np.asarray(changed[1.0][path]) / largest * 127
+        if kind in ("int8", "int4"):
+            highest = {"int8": 127, "int4": 7}[kind]
+            levels = np.asarray(changed[1.0][path]) / largest * highest
             np.testing.assert_allclose(levels, np.round(levels), atol=1e-3)
-            assert (np.abs(moved) <= largest / 127 / 2 + 1e-6).all()
+            assert (np.abs(moved) <= largest / highest / 2 + 1e-6).all()
         elif kind == "float8":
             assert (np.abs(moved) <= np.maximum(np.abs(exact) / 16, largest / 448 / 512) + 1e-6).all() and moved.any()
         else:
@@ -49,6 +50,28 @@ def test_only_matrices_move_by_as_much_as_the_scale_says(kind):
     np.testing.assert_array_equal(again["up/kernel"], changed[1.0]["up/kernel"])
     other = flatten(drifted(params, jax.random.key(2), kind, 1.0))
     assert np.array_equal(other["up/kernel"], again["up/kernel"]) == (kind != "noise")
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 100])
+@pytest.mark.parametrize("kind", ["int4", "float8"])
+def test_a_group_of_inputs_has_its_own_scale(kind, group):
+    exact = some_params()["up"]["kernel"]
+    found = np.asarray(drifted(some_params(), jax.random.key(1), kind, 1.0, group)["up"]["kernel"])
+    for layer in range(2):
+        for first in range(0, 8, group):
+            part = {"up": {"kernel": exact[layer, first : first + group]}}
+            alone = drifted(part, jax.random.key(1), kind, 1.0)["up"]["kernel"]
+            np.testing.assert_array_equal(found[layer, first : first + group], alone)
+
+
+def test_fixed_noise_is_that_of_every_version(tiny):
+    def error(version, *options):
+        config = tiny("run", "rollout.drift={weights: noise, scale: 0.5, fixed: true}", *options)
+        sampler = BatchSampler(config, None, None, None, None)
+        return np.asarray(sampler._drifted(Weights(some_params(), version)).params["up"]["kernel"])
+
+    np.testing.assert_array_equal(error(1), error(7))
+    assert not np.allclose(error(1), error(1, "seed=1"))
 
 
 def test_a_samplers_weights_depend_on_the_seed_and_their_version(tiny):
