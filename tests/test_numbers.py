@@ -169,7 +169,7 @@ def test_rates_and_counts_that_pages_quote():
     quickstart = load_config(ROOT / "experiments/quickstart.yaml").optimizer.learning_rate
     smollm2 = load_config(ROOT / "experiments/smollm2_arithmetic.yaml").optimizer.learning_rate
     text = " ".join(page("docs/debugging.md").split())
-    stated = re.search(r"`optimizer.learning_rate`, ([\de.-]+), .* decoder takes ([\de.-]+), SmolLM2 ([\de-]+)\.", text)
+    stated = re.search(r"`optimizer.learning_rate`, ([\de.-]+), .* decoder takes ([\de.-]+), SmolLM2-135M ([\de-]+) to", text)
     assert tuple(map(float, stated.groups())) == (OptimizerConfig().learning_rate, quickstart, smollm2)
 
 
@@ -198,9 +198,7 @@ def test_the_expected_result_of_the_quickstart():
     assert (round(min(end for _, end in seeds), 2), round(max(end for _, end in seeds), 2)) == (low, high)
 
 
-def test_the_package_and_the_card_say_what_the_catalog_and_the_citation_say():
-    named = re.search(r"GRPO, GSPO, DAPO and (\d+) more algorithms", page("setup.py"))
-    assert int(named[1]) == len(PRESETS) - 3
+def test_the_card_names_the_authors_of_the_citation():
     authors = re.findall(r"family-names: (.+), given-names: (.+)\}", page("CITATION.cff"))
     card = " ".join(model_card._PAPER.split())
     assert f"author={{{' and '.join(map(', '.join, authors))}}}" in card and len(authors) == 8

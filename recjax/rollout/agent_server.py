@@ -8,12 +8,9 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 from recjax.rollout.tools import openai_calls
-
-if TYPE_CHECKING:
-    from recjax.rollout.agent_policy import AgentPolicy, Reply
 
 CHAT = "/v1/chat/completions"
 # Keys of a request that reach the policy, keys that change nothing here, and the only values of keys that recjax does
@@ -24,6 +21,19 @@ _FIXED = {"n": 1, "stream": False, "logprobs": False, "temperature": None, "top_
 _FIXED |= {"frequency_penalty": 0, "presence_penalty": 0, "response_format": None}
 
 
+@runtime_checkable
+class Chatting(Protocol):
+    """A policy whose `chat` answers requests, see `recjax.rollout.agent_policy.AgentPolicy`.
+
+    relayed: the failure that the last request got as an HTTP error; None: it got a reply.
+    """
+
+    relayed: Exception | None
+
+    async def chat(self, messages: Any, **options: Any) -> Any:
+        """Returns the reply to messages."""
+
+
 class AgentServer(contextlib.AbstractAsyncContextManager):
     """Answers chat requests of agents in their event loop; a context that listens from the first address on.
 
@@ -32,12 +42,12 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
 
     def __init__(self) -> None:
         """Does not listen yet."""
-        self._policies: dict[str, AgentPolicy] = {}  # by key
+        self._policies: dict[str, Chatting] = {}  # by key
         self._server: Any = None
         self._serving: asyncio.Task | None = None
         self._address = ""
 
-    def address(self, policy: "AgentPolicy") -> tuple[str, str]:
+    def address(self, policy: Chatting) -> tuple[str, str]:
         """The base URL for an OpenAI client, and a new key for a policy; starts the server if it does not run yet.
 
         Raises:
@@ -119,10 +129,11 @@ def chat_arguments(body: Any) -> dict[str, Any]:
     }
 
 
-def chat_completion(reply: "Reply", model: str, has_tools: bool) -> dict[str, Any]:
+def chat_completion(reply: Any, model: str, has_tools: bool) -> dict[str, Any]:
     """A reply in the form of OpenAI's chat completions.
 
     Args:
+        reply: `recjax.rollout.agent_policy.Reply`.
         model: name of the model in the request.
         has_tools: True if the request has tools, so that calls in the reply are read.
     """

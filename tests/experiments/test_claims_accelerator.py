@@ -28,7 +28,8 @@ def table_of(seeds=("0", "1", "2"), algorithms=ALGORITHMS):
 
 def test_claims_compare_algorithms_in_each_regime():
     claims = accelerator.claims(table_of())
-    assert {name: claim.verdict for name, claim in claims.items()} == dict.fromkeys(("C1", "C2", "C3", "C4"), "holds")
+    verdicts = {name: claim.verdict for name, claim in claims.items()}
+    assert verdicts == dict.fromkeys(("C1", "C2", "C3", "C4"), "seen in every seed")
     assert {name: len(claim.checks) for name, claim in claims.items()} == {"C1": 3, "C2": 4, "C3": 3, "C4": 3}
     (check,) = (check for check in claims["C2"].checks if "reinforce" in check.what and "offline" in check.what)
     assert check.found.mean == pytest.approx(-0.2) and check.found.count == 3
@@ -53,7 +54,7 @@ def test_the_section_names_the_devices_and_the_runs():
     text = accelerator.section(table_of(), "1 × NVIDIA H200", NAMES)
     assert "on 1 × NVIDIA H200: 54 runs of 120 steps" in text and "| C4 | " in text
     alone = accelerator.section(table_of(seeds=("0",)), "1 × NVIDIA H200", NAMES)
-    assert "Verdicts need intervals" in alone and "| C1" not in alone
+    assert "Ranges need a second seed" in alone and "| C1" not in alone
 
 
 def test_the_runs_have_whole_seeds_in_order_and_no_clip_of_the_base():

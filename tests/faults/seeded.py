@@ -445,8 +445,8 @@ FAULTS = {
     "rollout-one-noise-for-all-weights": Fault(
         "a sampler with noisy weights has the same noise after each sync",
         "recjax/training/sampling.py",
-        "jax.random.fold_in(jax.random.key(self.config.seed), 8), weights.version)",
-        "jax.random.fold_in(jax.random.key(self.config.seed), 8), 0)",
+        "key = jax.random.fold_in(key, weights.version)",
+        "key = jax.random.fold_in(key, 0)",
         ("tests/training/test_drift.py",),
     ),
     "rollout-tool-text-is-trained-on": Fault(
