@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,8 +103,12 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
             output.mkdir(parents=True, exist_ok=True)
             locked = _locked(path, stack)
             holder = None
-            with contextlib.suppress(FileNotFoundError):  # another holder may end right now
-                holder = _holder_at(path)
+            for _ in range(20):
+                with contextlib.suppress(FileNotFoundError):  # another holder may end right now
+                    holder = _holder_at(path)
+                if holder or locked is not False:
+                    break
+                time.sleep(0.05)  # a holder that has just begun writes its name after it has the lock
         # A lock that this process got proves the death of holders on this host. Another holder has shown life if the
         # file is new; both times come from the file system, so this host's clock does not matter.
         is_alive = locked is False

@@ -460,7 +460,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         self.engine.push(folder, version, is_adapter)
         self._pushes += 1
         self._push_seconds = time.monotonic() - began
-        for older in shared_folder.iterdir():  # the server has acknowledged the newest
+        for older in shared_folder.glob("*"):  # the server has acknowledged the newest
             if older != folder and older.name.isdecimal():
                 shutil.rmtree(older, ignore_errors=True)
 

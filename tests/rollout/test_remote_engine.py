@@ -371,7 +371,8 @@ def test_vllm_gets_the_output_layer_of_tied_embeddings_by_name(config, tmp_path,
             monkeypatch.setattr(sampler.engine, "push", lambda *_: None)
             sampler.push(params, 1)
             assert sampler.counts["engine/pushes"] == 1 and sampler.counts["engine/push_seconds"] > 0
-    ((_, written, leaves, _, dtype),) = folders
+    ((folder, written, leaves, _, dtype),) = folders
+    assert (folder.parent.parent, folder.name) == (tmp_path, "1"), "each run has a folder of its own"
     assert (not written.tie_embeddings, "head" in leaves, dtype) == (has_head, has_head, "float32")
     if has_head:
         assert leaves["head"]["kernel"].T.shape == leaves["embedding"]["embedding"].shape

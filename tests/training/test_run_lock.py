@@ -73,6 +73,14 @@ def test_the_second_is_refused_by_name_and_the_dead_hold_nothing(tmp_path):
     assert not (run / NAME).exists()
 
 
+def test_a_holder_that_has_just_begun_is_named(tmp_path, monkeypatch):
+    names = iter([None, None, run_lock.Holder("here", 7, "now")])
+    monkeypatch.setattr(run_lock, "_locked", lambda *_: False)
+    monkeypatch.setattr(run_lock, "_holder_at", lambda _: next(names))
+    with pytest.raises(ValueError, match="in use: process 7 on host here"), held(tmp_path):
+        pass
+
+
 def test_a_folder_that_was_made_for_the_lock_goes_with_it(tmp_path):
     with held(tmp_path / "new"):
         assert (tmp_path / "new").is_dir()
