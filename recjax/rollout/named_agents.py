@@ -141,7 +141,11 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
         try:
             # The seed depends only on the problem, so that all agents of a group play the same game.
             digest = hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()
-            _check_reset(world)
+            try:
+                inspect.signature(world.reset).bind(seed=0)
+            except TypeError as error:
+                form = "write it as reset(self, *, seed=None, options=None)"
+                raise ValueError(f"task.environment: reset() must take a seed ({error}); {form}") from error
             started = await _awaited(world.reset(seed=int.from_bytes(digest[:4], "big")))
             observation, info = _checked_result("reset", started, ("observation", "info"))
             told = _told(problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt), observation)
@@ -172,15 +176,6 @@ _STEP = ("observation", "reward", "terminated", "truncated", "info")
 
 async def _awaited(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
-
-
-def _check_reset(world: Any) -> None:
-    """Refuses an environment whose `reset` takes no seed."""
-    try:
-        inspect.signature(world.reset).bind(seed=0)
-    except TypeError as error:
-        form = "write it as reset(self, *, seed=None, options=None)"
-        raise ValueError(f"task.environment: reset() must take a seed ({error}); {form}") from error
 
 
 def _checked_result(method: str, result: Any, names: tuple[str, ...]) -> tuple[Any, ...]:

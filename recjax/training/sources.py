@@ -99,16 +99,6 @@ class StoreSource(Source):
                 if records and not store.numbers("id", [records[0].completion.id]):
                     store.append(records)
 
-    def _mixed(self, groups: list[Group], number: int) -> list[Group]:
-        """The groups of a sampled batch, with completions of the store mixed in if the config says so."""
-        others = self._setup.others
-        if not others:
-            return groups
-        _, sampled_count = self._config.own_counts
-        # By the batch's number and not by the step, so that a batch that arrives late gets the same completions.
-        with self._setup.phases.phase("sample"):
-            return mixed(groups, others, self._config.rollout.group_size - sampled_count, number, self._config.seed)
-
     def _with_missing_logprobs(self, state: State, groups: list[Group]) -> list[Group]:
         """Fills in log-probs of the current parameters if `experience.missing_logprobs` is `current`."""
         config = self._config
@@ -228,15 +218,18 @@ class PolicySource(StoreSource):
             while sampler.in_flight and not self._is_async:
                 batches += sampler.receive(wait=True)
         self._waited_seconds += time.monotonic() - began if wait else 0.0
-        return [
-            Arrival(
-                self._mixed(groups, number),
-                grades,
-                number,
-                early=not self._is_async and (number - 1) * self._setup.settings.sampling_interval >= queue.round,
-            )
-            for number, (groups, grades) in batches
-        ]
+        arrivals = []
+        others = self._setup.others
+        for number, (groups, grades) in batches:
+            if others:
+                _, sampled_count = self._config.own_counts
+                stored_count = self._config.rollout.group_size - sampled_count
+                # By the batch's number, not the step, so that a batch that arrives late gets the same completions.
+                with self._setup.phases.phase("sample"):
+                    groups = mixed(groups, others, stored_count, number, self._config.seed)
+            is_early = not self._is_async and (number - 1) * self._setup.settings.sampling_interval >= queue.round
+            arrivals.append(Arrival(groups, grades, number, early=is_early))
+        return arrivals
 
     def _is_due(self, state: State, number: int, step: int) -> bool:
         """True if a batch should be sampled now."""
