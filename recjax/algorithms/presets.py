@@ -254,10 +254,10 @@ def _with_checked_result(axis: str, function: Callable) -> Callable:
         problem = f"returns an array of shape {shape}" if array.ndim else "returns a scalar"
         if shape not in shapes or not is_kind:
             code = getattr(users, "__code__", None)
-            place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+            defined_at = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
             raise ValueError(
-                f"must return {' or '.join(shapes)} of {kind}, and {problem} and dtype {array.dtype}{place}; a result"
-                " for each row or token does not depend on the split into micro-batches"
+                f"must return {' or '.join(shapes)} of {kind}, and {problem} and dtype {array.dtype}{defined_at}; a"
+                " result for each row or token does not depend on the split into micro-batches"
             )
         return result
 

@@ -103,10 +103,10 @@ def differing_starts(
     first = table[table["step"] == 0].dropna(subset=[metric])
     values = first.groupby([*axes])[metric].unique()
     return [
-        f"{', '.join(f'{axis} {value}' for axis, value in zip(axes, np.atleast_1d(place), strict=True))}: {metric} at"
-        f" step 0 = {', '.join(f'{value:.4g}' for value in sorted(found))}"
-        for place, found in values.items()
-        if len(found) > 1
+        f"{', '.join(f'{axis} {value}' for axis, value in zip(axes, np.atleast_1d(axis_values), strict=True))}:"
+        f" {metric} at step 0 = {', '.join(f'{value:.4g}' for value in sorted(metric_values))}"
+        for axis_values, metric_values in values.items()
+        if len(metric_values) > 1
     ]
 
 

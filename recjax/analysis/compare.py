@@ -50,9 +50,9 @@ def in_words(differences: np.ndarray) -> str:
     """The mean of differences per seed, with interval and test from MIN_SEEDS seeds on, and their range below."""
     if len(differences) < 2:
         return f"{differences.mean():.3f}, 1 seed"
-    found = estimate(differences)
-    test = "" if found.is_range else f", p {sign_flip_p(differences):.2g}"
-    return f"{found.mean:.3f} ({found.spread}){test}"
+    mean_estimate = estimate(differences)
+    test = "" if mean_estimate.is_range else f", p {sign_flip_p(differences):.2g}"
+    return f"{mean_estimate.mean:.3f} ({mean_estimate.spread}){test}"
 
 
 def paired_seeds(values: pd.Series, axis: str, first: str, second: str, **where: Sequence[str]) -> np.ndarray:

@@ -410,10 +410,10 @@ class TaskConfig(OneTask):
         for name, task in self.tasks().items():
             block_key = f"task.mixture.{name}" if name else "task"
             yield from task.problems_with(block_key, self.agent is not None)
-            for part, needed in ((TURNS, "agent"), (ROWS, "agent"), (OVERLONG, "overlong_tokens")):
-                problem = f"weighs the part {part!r}, which rewards have only with task.{needed}; set it, or remove the"
-                is_missing = part in task.reward_weights and getattr(self, needed) is None
-                yield is_missing, f"{block_key}.reward_weights", f"{problem} weight"
+            for part_name, needed in ((TURNS, "agent"), (ROWS, "agent"), (OVERLONG, "overlong_tokens")):
+                problem = f"weighs the part {part_name!r}, which rewards have only with task.{needed}; set it, or"
+                is_missing = part_name in task.reward_weights and getattr(self, needed) is None
+                yield is_missing, f"{block_key}.reward_weights", f"{problem} remove the weight"
         problem = "task.teacher_template has no {feedback}; add it there, or remove this key"
         has_feedback = "{feedback}" in (self.teacher_template or "")
         yield self.teacher_feedback and not has_feedback, "task.teacher_feedback", problem

@@ -429,12 +429,12 @@ def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) ->
                     f" {completion.grade.reward_parts}), and the algorithm reads only parts; give it reward_parts, or"
                     " use another algorithm.advantage"
                 )
-        for one, other in itertools.combinations(names, 2):
-            if names[one] and names[other] and not names[one] & names[other]:
+        for source, other_source in itertools.combinations(names, 2):
+            if names[source] and names[other_source] and not names[source] & names[other_source]:
                 raise ValueError(
-                    f"group {group.id!r}: its sources {one!r} and {other!r} have no reward part in common"
-                    f" ({', '.join(sorted(names[one]))}; {', '.join(sorted(names[other]))}), and the algorithm compares"
-                    " only parts; give the parts equal names, set experience.regrade, or use another"
+                    f"group {group.id!r}: its sources {source!r} and {other_source!r} have no reward part in common"
+                    f" ({', '.join(sorted(names[source]))}; {', '.join(sorted(names[other_source]))}), and the"
+                    " algorithm compares only parts; give the parts equal names, set experience.regrade, or use another"
                     " algorithm.advantage"
                 )
 

@@ -89,8 +89,8 @@ class Judge(NamedTuple):
             columns = self._returns(group)
         elif self.part_weights is not None:
             total = np.zeros(len(group.completions))
-            for name, part in self._parts(group).items():
-                normalized = (part - np.nanmean(part)) / (np.nanstd(part) + _EPSILON)
+            for name, part_values in self._parts(group).items():
+                normalized = (part_values - np.nanmean(part_values)) / (np.nanstd(part_values) + _EPSILON)
                 total += self.part_weights.get(name, 1.0) * np.nan_to_num(normalized)
             columns = [total]
         means = [np.abs(column - column.mean()).mean() for column in columns if len(column)]
@@ -100,7 +100,7 @@ class Judge(NamedTuple):
         """The values of completions that the algorithm compares: rewards, and the parts or returns that it reads."""
         columns = [rewards(group)]
         if self.part_weights is not None:
-            columns += [part[np.isfinite(part)] for part in self._parts(group).values()]
+            columns += [part_values[np.isfinite(part_values)] for part_values in self._parts(group).values()]
         if self.discount is not None:
             columns += self._returns(group)
         return [column for column in columns if len(column)]
@@ -114,8 +114,8 @@ class Judge(NamedTuple):
     def _returns(self, group: Group) -> list[np.ndarray]:
         """The returns of each turn: the discounted sums of its reward and all later rewards."""
         discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
-        given = [turn_rewards(completion).tolist() for completion in group.completions]
-        returns = [list(itertools.accumulate(reversed(of_turns), discounted))[::-1] for of_turns in given]
+        rewards_of_turns = [turn_rewards(completion).tolist() for completion in group.completions]
+        returns = [list(itertools.accumulate(reversed(of_turns), discounted))[::-1] for of_turns in rewards_of_turns]
         turns = max(map(len, returns), default=0)
         # As in the advantages, a shorter trajectory enters a later turn with the return of its last turn.
         return [np.array([of_turns[min(turn, len(of_turns) - 1)] for of_turns in returns]) for turn in range(turns)]

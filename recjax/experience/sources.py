@@ -111,19 +111,19 @@ def with_logprobs(
         shape: shape of the batches that compute the log-probs; every group must fit.
         params: all parameters of the policy that replaces the unknown behavior policy.
     """
-    # By place and not by id: a store's groups may have the ids of groups that this run samples.
-    lacking = [place for place, group in enumerate(groups) if any(map(_lacks_logprobs, group.completions))]
+    # By index and not by id: a store's groups may have the ids of groups that this run samples.
+    lacking = [index for index, group in enumerate(groups) if any(map(_lacks_logprobs, group.completions))]
     # A shape without a group size counts rows, not prompts, so that fewer groups of several completions fit.
     rows_per_group = 1
     if shape.group is None:
-        rows_per_group = max([len(groups[place].completions) for place in lacking], default=1)
+        rows_per_group = max([len(groups[index].completions) for index in lacking], default=1)
     size = max(shape.prompts // rows_per_group, 1)
     filled = list(groups)
     for start in range(0, len(lacking), size):
-        places = lacking[start : start + size]
-        batch = [groups[place] for place in places]
+        indices = lacking[start : start + size]
+        batch = [groups[index] for index in indices]
         scored = iter(score(policy.decoder, params, pad(batch, shape), sampling, chunk)[row_places(batch, shape)])
-        for place, group in zip(places, batch, strict=True):
+        for index, group in zip(indices, batch, strict=True):
             completions = []
             for completion in group.completions:
                 # Rounding can put the log-prob of an almost certain token slightly above 0.
@@ -131,7 +131,7 @@ def with_logprobs(
                 if _lacks_logprobs(completion):
                     completion = _with_logprobs(completion, np.concatenate(logprobs))
                 completions.append(completion)
-            filled[place] = group._replace(completions=tuple(completions))
+            filled[index] = group._replace(completions=tuple(completions))
     return filled
 
 

@@ -602,7 +602,7 @@ class Store:
         """
         if values is None:
             self.check_indexes()
-        asked = None if values is None else {*values}
+        searched = None if values is None else {*values}
         row = COMPLETIONS.alias()
         numbers = {}
         # The index answers for the first two columns, and the row itself for the third.
@@ -611,7 +611,7 @@ class Store:
         wanted = wanted.order_by(COMPLETIONS.c.number)
         for value, number, value_of_row in self._select(wanted, COMPLETIONS.c[column], values, connection):
             # PostgreSQL takes also the first value from the row, so a wrong index gives a row that nobody asked for.
-            if asked is not None and value not in asked:
+            if searched is not None and value not in searched:
                 raise self._damaged_index(f"a search for another {column} finds completion {number}")
             if value_of_row != value:
                 raise self._damaged_index(f"completion {number} does not have the {column} {value!r:.60}")

@@ -164,7 +164,7 @@ def warn_of_other_weights(groups: Sequence[Group], task: TaskConfig, reward: Rew
             continue
         # The task's reward or an agent has given the parts.
         choices = task_reward.weights, part_weights(task.of(name).reward_weights)
-        totals = [sum(weights.get(part, 1.0) * value for part, value in parts.items()) for weights in choices]
+        totals = [sum(weights.get(part_name, 1.0) * value for part_name, value in parts.items()) for weights in choices]
         if all(abs(total - grade.reward) > 1e-4 * max(1.0, abs(total)) for total in totals):
             logger.warning(
                 "completion %r has the reward %g, and its parts have the sum %g with this run's task.reward_weights,"

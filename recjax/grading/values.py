@@ -280,21 +280,21 @@ def _around_borders(name: str, borders: list[Node], counts: bool, has_steps: boo
                 zeros.append(low / (low - high))
     numbers = {abs(node.args[0]) for node in walk(tuple(borders)) if node.kind == "number"}
     constants = sorted(numbers, reverse=True)
-    found = list(dict.fromkeys(zeros + constants + [-each for each in constants]))[:_MOST_BORDERS]
-    largest = 1 + max(map(abs, found), default=Fraction(0))
+    border_values = list(dict.fromkeys(zeros + constants + [-each for each in constants]))[:_MOST_BORDERS]
+    largest = 1 + max(map(abs, border_values), default=Fraction(0))
     draw = random.Random(name)
     odd = [Fraction(2 * draw.randrange(512) + 1, 1024) for _ in range(16)]
     values = [sign * largest * (1 + 16 * each) for sign in (1, -1) for each in odd[:3]]
     if counts:
         values = [Fraction(round(each)) for each in values]
         values += [Fraction(each) for each in range(-5, 25)]
-        multiples = [times * math.floor(each) for each in found for times in (1, 2, 3)]
+        multiples = [times * math.floor(each) for each in border_values for times in (1, 2, 3)]
         values += [Fraction(each + more) for each in multiples for more in (-1, 0, 1)]
     else:
         values += [sign * 4 * each for sign in (1, -1) for each in odd[3:8]]
-        values += [zero + sign * each for zero in found for sign in (1, -1) for each in (odd[8], odd[9] / 128)]
+        values += [zero + sign * each for zero in border_values for sign in (1, -1) for each in (odd[8], odd[9] / 128)]
         if has_steps:
-            values += found
+            values += border_values
             values += [Fraction(each) for each in range(-4, 5)]
     draw.shuffle(values)
     return values

@@ -362,9 +362,11 @@ def _check_numbers(fields: dict) -> None:
 def _check_layer_types(rope: dict, kind: str) -> None:
     """Refuses rotary settings by layer type where the family has none, and others where it needs them."""
     if kind not in BY_LAYER:
-        given = [name for name in LAYER_TYPES if name in rope]
-        if given:
-            raise ValueError(f"rope_parameters.{given[0]}: models of type {kind!r} have no settings by layer type")
+        layer_types = [name for name in LAYER_TYPES if name in rope]
+        if layer_types:
+            raise ValueError(
+                f"rope_parameters.{layer_types[0]}: models of type {kind!r} have no settings by layer type"
+            )
         return
     others = sorted(rope.keys() - set(LAYER_TYPES))
     wrong = others + [name for name in LAYER_TYPES if not isinstance(rope.get(name), dict)]

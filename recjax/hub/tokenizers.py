@@ -80,7 +80,7 @@ def checked_links(folder: Path) -> Path:
         places.append(root.parent.parent / "blobs")
     for file in (*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")):
         is_read = file.is_file() or file.name == _TEMPLATES
-        if is_read and not any(file.resolve().is_relative_to(place) for place in places):
+        if is_read and not any(file.resolve().is_relative_to(own_folder) for own_folder in places):
             raise LinkError(
                 f"{file} is a link to {file.resolve()}, outside of its folder; put the file itself there, or name the"
                 " folder that has it"

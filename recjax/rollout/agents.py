@@ -360,11 +360,11 @@ class Agents(contextlib.AbstractContextManager):
                     f"task.mixture.{name}: the agent returns a part {name!r}, so that both would be the metric"
                     " reward/NAME; rename the task"
                 )
-            own = reward_weights.get(name, 1.0)
-            if self._reads_parts and weights.get(name, 1.0) != own:
+            task_weight = reward_weights.get(name, 1.0)
+            if self._reads_parts and weights.get(name, 1.0) != task_weight:
                 raise ValueError(
                     f"task.reward_weights.{name}: the agent gives the part {name!r}, which has weight 1, and the task's"
-                    f" reward gives it weight {own:g}; the advantage reads parts, so set one weight for both"
+                    f" reward gives it weight {task_weight:g}; the advantage reads parts, so set one weight for both"
                 )
 
 
@@ -479,16 +479,16 @@ def seat_rewards(
             rewards.append(None)
         elif isinstance(value, Mapping):
             parts = dict(value)
-            are_valid = all(isinstance(part, str) and is_reward(number) for part, number in parts.items())
+            are_valid = all(isinstance(part_name, str) and is_reward(number) for part_name, number in parts.items())
             if not parts or not are_valid:
                 raise InvalidReward(f"it returned {shown(returned)}; rewards are {form}")
-            reserved = [part for part in parts if part in SHAPING]
+            reserved = [part_name for part_name in parts if part_name in SHAPING]
             if reserved:
                 names = ", ".join(SHAPING)
                 raise InvalidReward(
                     f"it returned a part {reserved[0]!r}; recjax itself adds {names}, so rename the part"
                 )
-            rewards.append({part: float(number) for part, number in parts.items()})
+            rewards.append({part_name: float(number) for part_name, number in parts.items()})
         elif is_reward(value):
             rewards.append(float(value))
         else:

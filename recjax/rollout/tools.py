@@ -40,10 +40,10 @@ def split_calls(text: str) -> tuple[list[str], str]:
     *ended, last = text.split(_END)
     calls = []
     kept = []
-    for part in ended:
-        before, begin, call = part.partition(_BEGIN)
+    for piece in ended:
+        before, begin, call = piece.partition(_BEGIN)
         calls += [call] if begin else []
-        kept.append(before if begin else part + _END)
+        kept.append(before if begin else piece + _END)
     return calls, "".join([*kept, last])
 
 

@@ -210,14 +210,14 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
 
 def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
     """Refuses answers that no completion can match, before the run samples anything, and counts words for no answer."""
-    found = Counter(problem.answer for problem in problems if problem.answer.strip().lower() in _NO_ANSWERS)
-    if found and needs_answers(reward):
+    placeholders = Counter(problem.answer for problem in problems if problem.answer.strip().lower() in _NO_ANSWERS)
+    if placeholders and needs_answers(reward):
         logger.warning(
             "the answers of %d of %d problems are %s: a completion that says this word is right; remove such rows if"
             " they have no answer",
-            found.total(),
+            placeholders.total(),
             len(problems),
-            ", ".join(f"{answer!r} ({count})" for answer, count in found.most_common(5)),
+            ", ".join(f"{answer!r} ({count})" for answer, count in placeholders.most_common(5)),
         )
     if reward.name in ("math", "guru_math", "math_dapo"):
         check = pkgutil.resolve_name("recjax.grading.math_answers:check_answer")

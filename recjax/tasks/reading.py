@@ -260,31 +260,31 @@ def _remove_added_nulls(rows: Sequence[FileRow], where: str) -> None:
     """
     objects = {}
 
-    def collect(value: Any, place: str) -> None:
+    def collect(value: Any, path: str) -> None:
         if isinstance(value, dict):
-            objects.setdefault(place, []).append(value)
+            objects.setdefault(path, []).append(value)
             for name, each in value.items():
-                collect(each, f"{place}.{name}")
+                collect(each, f"{path}.{name}")
         elif isinstance(value, list):
             for each in value:
-                collect(each, place)
+                collect(each, path)
 
     for values, _ in rows:
         for column, value in values.items():
             if is_template_cell(column, value):
                 collect(value, column)
     removed = []
-    for place, found in objects.items():
-        if any(each.keys() != found[0].keys() for each in found):
+    for path, siblings in objects.items():
+        if any(each.keys() != siblings[0].keys() for each in siblings):
             continue
-        for name in list(found[0]):
-            nulls = [each for each in found if each[name] is None]
-            if 0 < len(nulls) < len(found):
-                removed.append(f"{place}.{name}")
+        for name in list(siblings[0]):
+            nulls = [each for each in siblings if each[name] is None]
+            if 0 < len(nulls) < len(siblings):
+                removed.append(f"{path}.{name}")
                 for each in nulls:
                     del each[name]
     # A message may lack its keys in any case; only what is inside of calls and tools changes a chat.
-    told = [place for place in removed if place.count(".") > 1 or place.partition(".")[0] in TEMPLATE_COLUMNS]
+    told = [path for path in removed if path.count(".") > 1 or path.partition(".")[0] in TEMPLATE_COLUMNS]
     if told:
         logger.info(
             "%s: left out the nulls of %s, which a table adds for other rows; to keep nulls, give arguments and tools"

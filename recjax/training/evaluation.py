@@ -299,9 +299,10 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
 def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
     """A digest of everything that determines the pass rates."""
     rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
-    functions = [
-        each for one in rewards for each in (one.function if isinstance(one.function, tuple) else [one.function])
-    ]
+    functions = []
+    for task_reward in rewards:
+        is_list = isinstance(task_reward.function, tuple)
+        functions += task_reward.function if is_list else [task_reward.function]
     task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
     depends_on = {
         "accurate": "answer",  # files without this entry counted shaped rewards

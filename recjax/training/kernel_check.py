@@ -51,9 +51,9 @@ def check_kernels(decoder: Decoder, params: dict, batch: Batch, layout: Layout, 
     tried = decoder.clone(unrolled=False, remat="none", replays_routing=False)
     plain = tried.clone(attention="plain", joined_projections=False)
     row = put_rows(row)
-    found, rounded = (on_host(_row_logprobs(each, params, row, chunk)) for each in (tried, plain))
+    by_kernels, rounded = (on_host(_row_logprobs(each, params, row, chunk)) for each in (tried, plain))
     exact = on_host(_row_logprobs(plain.clone(dtype=jnp.float32), params, row, chunk, "highest"))
-    apart, rounding = (np.sqrt(np.square(logprobs - exact)[real].mean()) for logprobs in (found, rounded))
+    apart, rounding = (np.sqrt(np.square(logprobs - exact)[real].mean()) for logprobs in (by_kernels, rounded))
     if not np.isfinite(rounding):
         return True  # the weights' own numbers overflow, which is no fault of a kernel
     chosen = f"model.attention = {decoder.attention!r}"
@@ -67,8 +67,8 @@ def check_kernels(decoder: Decoder, params: dict, batch: Batch, layout: Layout, 
             f"{chosen}: log-probs are {apart:.3g} nats from exact ones ({figures}), and those by plain attention"
             f" {rounding:.3g}. The kernel is wrong on {jax.devices()[0].device_kind}; set {remedy}"
         )
-    said = "%s: log-probs are %.2g nats from exact ones, by plain attention %.2g (%s)"
-    logger.info(said, chosen, apart, rounding, figures)
+    message = "%s: log-probs are %.2g nats from exact ones, by plain attention %.2g (%s)"
+    logger.info(message, chosen, apart, rounding, figures)
     return True
 
 

@@ -509,10 +509,10 @@ def _read_whole(run: Path, config: Config, step: int | str | None, read: Callabl
     A run in training may delete the newest checkpoint during the read; the next one is then read.
     """
     for tries in range(_MOST_READS, 0, -1):
-        found = _whole_step(run, config, step)
-        folder = run / "checkpoints" / str(found)
+        whole_step = _whole_step(run, config, step)
+        folder = run / "checkpoints" / str(whole_step)
         try:
-            return found, read(found)
+            return whole_step, read(whole_step)
         except Exception as error:
             # Orbax has its own types for missing files.
             if folder.exists():

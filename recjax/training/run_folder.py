@@ -95,8 +95,8 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
     )
     if not is_run:
         # A process that was killed before it wrote the config leaves the other files.
-        left = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*", "*"))
-        if foreign := _others(output, left):
+        leftovers = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*", "*"))
+        if foreign := _others(output, leftovers):
             raise ValueError(
                 f"output = {config.output!r}: the folder contains files that are not a run ({', '.join(foreign[:3])});"
                 " name another folder"

@@ -323,11 +323,11 @@ def _unwritten(message: Mapping[str, Any], text: str, prompt: int) -> str | None
         function = call.get("function", call) if isinstance(call, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         parts[f"the tool call {name!r}"] = name
-    before, reply = ("".join(part.split()) for part in (text[:prompt], text[prompt:]))
-    for name, part in parts.items():
-        if isinstance(part, str):
-            part = "".join(part.split())
-            if part and part not in before[-len(part) :] + reply:
+    before, reply = ("".join(piece.split()) for piece in (text[:prompt], text[prompt:]))
+    for name, content in parts.items():
+        if isinstance(content, str):
+            squeezed = "".join(content.split())
+            if squeezed and squeezed not in before[-len(squeezed) :] + reply:
                 return name
     return None
 

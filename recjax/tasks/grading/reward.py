@@ -97,7 +97,7 @@ def load_reward(
         ValueError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, the
             folder has no reward model, or the function is missing or cannot be pickled.
     """
-    own = {OVERLONG: 1.0} if overlong else {}
+    default_weights = {OVERLONG: 1.0} if overlong else {}
     if name.startswith(PYTHON):
         if function is None:
             raise ValueError(
@@ -106,7 +106,7 @@ def load_reward(
             )
         name = name.removeprefix(PYTHON).partition("#")[0]
         function = tuple(function) if isinstance(function, Sequence) else function
-        reward = Reward(name, function, False, part_weights(weights, own))
+        reward = Reward(name, function, False, part_weights(weights, default_weights))
         if inspect.iscoroutinefunction(function):
             return reward
         import cloudpickle  # only programs that pass functions need it
@@ -123,10 +123,10 @@ def load_reward(
             function = pkgutil.resolve_name(_REWARD_MODEL)(name.removeprefix(MODEL), device)
         else:
             function = user_function("task.reward", name)
-        return Reward(name, function, False, part_weights(weights, own))
+        return Reward(name, function, False, part_weights(weights, default_weights))
     grader = GRADERS[name]
-    check_parts(name, weights, [*grader.weights, LENGTH, *own])
-    all_weights = part_weights(weights, {**grader.weights, **own})
+    check_parts(name, weights, [*grader.weights, LENGTH, *default_weights])
+    all_weights = part_weights(weights, {**grader.weights, **default_weights})
     return Reward(name, user_function("task.reward", grader.grade), True, all_weights)
 
 
@@ -286,7 +286,7 @@ def verdict_of(
     Raises:
         ValueError: `task.verdict` is no part, or there is no verdict and a key reads it.
     """
-    names = [part for part in parts if part not in SHAPING]
+    names = [part_name for part_name in parts if part_name not in SHAPING]
     listed = f"{name} has the parts {', '.join(names)}"
     if task.verdict is not None and task.verdict not in names:
         raise ValueError(f"task.verdict = {task.verdict!r}: {listed}; name one of them")
