@@ -169,7 +169,9 @@ def test_rates_and_counts_that_pages_quote():
     quickstart = load_config(ROOT / "experiments/quickstart.yaml").optimizer.learning_rate
     smollm2 = load_config(ROOT / "experiments/smollm2_arithmetic.yaml").optimizer.learning_rate
     text = " ".join(page("docs/debugging.md").split())
-    stated = re.search(r"`optimizer.learning_rate`, ([\de.-]+), .* decoder takes ([\de.-]+), SmolLM2-135M ([\de-]+) to", text)
+    stated = re.search(
+        r"`optimizer.learning_rate`, ([\de.-]+), .* decoder takes ([\de.-]+), SmolLM2-135M ([\de-]+) to", text
+    )
     assert tuple(map(float, stated.groups())) == (OptimizerConfig().learning_rate, quickstart, smollm2)
 
 
