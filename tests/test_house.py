@@ -262,7 +262,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "asynchronous.md": 820,  # the table of servers and check_engine
     "fine_tuning.md": 735,  # demonstrations, PEFT adapters, continued runs
     "agents.md": 1_275,  # rewards of turns, seats, truncated and failed agents, an address for agents' clients, tools
-    "serving.md": 925,  # rewards of turns, vLLM's API, limits of requests and connections, health
+    "serving.md": 940,  # rewards of turns, vLLM's API, limits of requests and connections, health
     "evaluation.md": 660,  # numerics, training problems, mixtures, verdicts and intervals of shares
     "sweeps.md": 565,  # two files and four outputs, which a test runs; verdicts from six seeds, plans for seeds
     "debugging.md": 830,
