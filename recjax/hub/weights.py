@@ -452,11 +452,11 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
                     rows, count = fused[path]
                     start = rows.min()
                     # The rows lie in this range, with other kernels' rows between them in a delta net.
-                    part = slice(start, rows.max() + 1)
-                    values = _read(*sources[name], (count, *stored_shape[1:]), part)[rows - start]
+                    index = slice(start, rows.max() + 1)
+                    values = _read(*sources[name], (count, *stored_shape[1:]), index)[rows - start]
                 else:
-                    whole_shape, part = cuts.get(name, (stored_shape, None))
-                    values = _read(*sources[name], whole_shape, part).reshape(stored_shape)
+                    whole_shape, index = cuts.get(name, (stored_shape, None))
+                    values = _read(*sources[name], whole_shape, index).reshape(stored_shape)
                 return values.T if transposed else values
 
             if not layered:
@@ -722,8 +722,8 @@ def _check_names(folder: Path, expected: set[str], sources: dict) -> None:
         )
 
 
-def _read(file: Path, opened, name: str, shape: tuple[int, ...], part: slice | tuple | None = None) -> np.ndarray:
-    """A tensor of a file, whose shape must be `shape`, or a part of it."""
+def _read(file: Path, opened, name: str, shape: tuple[int, ...], index: slice | tuple | None = None) -> np.ndarray:
+    """A tensor of a file, whose shape must be `shape`, or its part at an index."""
     header = opened.get_slice(name)
     if tuple(header.get_shape()) != shape:
         raise ValueError(
@@ -734,7 +734,7 @@ def _read(file: Path, opened, name: str, shape: tuple[int, ...], part: slice | t
         raise ValueError(
             f"{file}: tensor {name!r} has dtype {header.get_dtype()}; save it as float32, float16 or bfloat16"
         )
-    values = opened.get_tensor(name) if part is None else header[part]
+    values = opened.get_tensor(name) if index is None else header[index]
     # The exponent bits, because bfloat16 is slow to convert.
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
     bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)
