@@ -62,6 +62,7 @@ DESCRIPTIONS = {
         "as `qwen2`, with experts in all or some layers, and an MLP next to them for every token",
     ),
     "qwen3_5_moe_text": ("Qwen3.5-35B-A3B", "as `qwen3_5_text`, with experts and the MLP of `qwen2_moe`"),
+    "qwen3_next": ("Qwen3-Next-80B-A3B, Qwen3-Coder-Next", "as `qwen3_5_moe_text`, with fused tensors for delta nets"),
     "olmoe": ("OLMoE", "experts in every layer; one RMSNorm over all heads of q, and of k"),
     "mixtral": ("Mixtral 8x7B, 8x22B", "as `mistral`, with experts in every layer"),
     "qwen3_5_text": (

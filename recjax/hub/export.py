@@ -197,10 +197,9 @@ def write_adapters(
         ranks[module.split(".")[-1]] = rank * len(kernels)
         a, b = ([factor(kernel, side, index) for kernel in kernels] for side in ("a", "b"))
         if fused := rows.get(f"{kernels[0]}/kernel"):
-            joint = np.zeros((fused[2], rank * len(kernels)), b[0].dtype)
+            joint = np.zeros((fused.count, rank * len(kernels)), b[0].dtype)
             for number, kernel in enumerate(kernels):
-                first, end, _ = rows[f"{kernel}/kernel"]
-                joint[first:end, number * rank : (number + 1) * rank] = b[number]
+                joint[rows[f"{kernel}/kernel"].rows, number * rank : (number + 1) * rank] = b[number]
             b = [joint]
         # safetensors writes an array's memory without regard to its order, so make the array contiguous.
         tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))
@@ -228,17 +227,20 @@ def write_adapters(
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
     leaves = flatten(jax.device_get(params))
     table = tensor_names(config)
-    rows = fused_rows(config)
+    fused = fused_rows(config)
     tensors = {}
+    places = {}
     if leaves.keys() != table.keys():
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
-    # Views of the parameters in Hugging Face layout; a fused tensor has several, in row order.
-    for path, names in sorted(table.items(), key=lambda item: rows.get(item[0], (0,))):
+    # Views of the parameters in Hugging Face layout; a fused tensor has several, with their places among its rows.
+    for path, names in table.items():
         views = leaves[path] if path.startswith("layers/") else [leaves[path]]
         if len(names) > len(views):  # a tensor for each expert of each layer
             views = views.reshape(len(names), *views.shape[2:])
         for name, view in zip(names, views, strict=True):
             tensors.setdefault(name, []).append(view.T if path.endswith("/kernel") else view)
+            if path in fused:
+                places.setdefault(name, []).append(fused[path].rows)
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda views: sum(view.size for view in views) * jnp.dtype(dtype).itemsize,
@@ -251,7 +253,11 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
             for name in names:
                 with np.errstate(over="ignore"):
                     arrays = [view.astype(jnp.dtype(dtype), order="C") for view in tensors[name]]
-                shard[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+                shard[name] = arrays[0]
+                if name in places:
+                    shard[name] = np.empty((sum(map(len, arrays)), arrays[0].shape[1]), arrays[0].dtype)
+                    for rows, array in zip(places[name], arrays, strict=True):
+                        shard[name][rows] = array
                 if not np.isfinite(shard[name]).all():
                     raise ValueError(
                         f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32"

@@ -76,6 +76,11 @@ FAMILIES = {
         fixed=QWEN3_5_FIXED,
         options=QWEN3_5_OPTIONS,
     ),
+    "qwen3_next": Family(
+        read=(*QWEN3_5, *EXPERTS, *DENSE_LAYERS, SHARED, "moe_intermediate_size", "norm_topk_prob"),
+        fixed=SILU | {"use_sliding_window": False},
+        options=QWEN3_5_OPTIONS,
+    ),
     "qwen3_moe": Family(
         read=(*WINDOWS, *EXPERTS, *DENSE_LAYERS, "moe_intermediate_size", "norm_topk_prob"),
         fixed=SILU,
@@ -118,7 +123,6 @@ MISSING = {
     "exaone4": "norms after attention together with norms on heads of q and k",
     "hunyuan_v1_dense": "norms on q and k after their rotation",
     "phimoe": "its router and biases",
-    "qwen3_next": "fused projections of delta nets",
     "qwen3_vl_moe": "the layout of its experts' tensors",
     **dict.fromkeys(("glm4", "glm4_moe", "ernie4_5", "helium", "cohere", "cohere2"), "interleaved rotary pairs"),
     **dict.fromkeys(
@@ -155,7 +159,8 @@ TEXT_HALF = {
     "language_model.lm_head.": "lm_head.",
     "language_model.": "model.",
 }
-OTHER_HALF = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+FURTHER_TOKENS = "mtp."  # beginning of a module that predicts further tokens, in text models too
+OTHER_HALF = ("vision_tower.", "multi_modal_projector.", "visual.", FURTHER_TOKENS)
 # Beginning of the text half's modules in transformers' multimodal models; in the family, it is "model.".
 TEXT_MODULES = "model.language_model."
 
@@ -391,7 +396,7 @@ def _delta(fields: dict) -> DeltaNet | None:
             f"linear_num_value_heads = {sizes['value_heads']}: takes a multiple of linear_num_key_heads ="
             f" {sizes['key_heads']}; correct config.json"
         )
-    return DeltaNet(layers, **sizes) if any(layers) else None
+    return DeltaNet(layers, **sizes, fused=fields["model_type"] == "qwen3_next") if any(layers) else None
 
 
 def _experts(fields: dict) -> dict[str, object]:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from recjax.config import LoraConfig
 from recjax.files import MANIFEST, check_manifest
-from recjax.hub.families import CONTAINERS, check_fields, decoder_config, text_fields, text_name
+from recjax.hub.families import CONTAINERS, FURTHER_TOKENS, check_fields, decoder_config, text_fields, text_name
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_configs, checked_links, model_folder
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
@@ -86,6 +86,10 @@ _JOINT_EXPERTS = {"down_proj": ("down",), "gate_up_proj": ("gate", "up")}
 FUSED_MODULES = {
     "model.layers.{layer}.self_attn.qkv_proj": ("layers/query", "layers/key", "layers/value"),
     "model.layers.{layer}.mlp.gate_up_proj": ("layers/gate", "layers/up"),
+}
+FUSED_DELTA_MODULES = {
+    "model.layers.{layer}.linear_attn.in_proj_qkvz": ("layers/delta_inputs", "layers/delta_gate"),
+    "model.layers.{layer}.linear_attn.in_proj_ba": ("layers/delta_rate", "layers/delta_decay"),
 }
 # `post_attention_layernorm` is the norm after attention here; in models without post norms, the norm before the MLP.
 POST_NORM_MODULES = {
@@ -255,10 +259,11 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
         files = {name: folder / file for name, file in _weight_map(index).items()}
     names = _names_in_family(files, written)
     if skipped := sorted(files.keys() - names.values()):
+        read = "the text half" if written["model_type"] in CONTAINERS else "the predictor of the next token"
         _warn_once(
-            "%s: recjax reads the text half of this %s model and skips %d other tensors, such as %s; exports have only"
-            " the text half",
+            "%s: recjax reads %s of this %s model and skips %d other tensors, such as %s; exports have only that part",
             folder,
+            read,
             written["model_type"],
             len(skipped),
             skipped[0],
@@ -267,7 +272,9 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
 
 
 def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
-    """The name of each tensor in its file by its name in the family, without a multimodal model's other half.
+    """The name of each tensor in its file by its name in the family.
+
+    A multimodal model's other half is left out, and in every model a module that predicts further tokens.
 
     A model without its head, as transformers' AutoModel saves it, has names without `model.`.
     """
@@ -275,7 +282,8 @@ def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
         return {text_name(name): name for name in stored if text_name(name) is not None}
     has_prefix = any(name.startswith("model.") for name in stored)
     parts = () if has_prefix else ("embed_tokens.", "layers.", "norm.")
-    return {f"model.{name}" if name.startswith(parts) else name: name for name in stored}
+    read = [name for name in stored if not name.startswith(FURTHER_TOKENS)]
+    return {f"model.{name}" if name.startswith(parts) else name: name for name in read}
 
 
 def _has_own_head(tensors: dict[str, _Tensor]) -> bool:
@@ -333,12 +341,13 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
         modules |= {f"layers/shared_{name}": f"{mlp}.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
         for projection, name in EXPERT_MODULES[config.experts.module].items():
             modules[f"layers/experts/{projection}"] = f"{mlp}.experts.{{expert}}.{name}"
-    for module, parts in FUSED_MODULES.items() if config.fused_projections else ():
+    fused = (FUSED_MODULES if config.fused_projections else {}) | (FUSED_DELTA_MODULES if _fuses_delta(config) else {})
+    for module, parts in fused.items():
         modules |= dict.fromkeys(parts, module)
     names = {}
     for path in flatten(abstract_params(config)):
         in_period = re.match(r"layers/(\d+)/", path)
-        usual_path = path.replace(in_period[0], "layers/") if in_period else path
+        usual_path = _usual_path(path)
         module, _, kind = usual_path.rpartition("/")
         name = modules.get(usual_path) or f"{modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
         layers = range(int(in_period[1]) if in_period else 0, config.num_layers, config.period)
@@ -348,17 +357,58 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     return names
 
 
-def fused_rows(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
-    """For kernels that share a tensor with others: first row, end and number of rows of the tensor, by path."""
-    rows = {}
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    sizes = {"layers/query": queries, "layers/key": keys, "layers/value": keys}
-    for modules in FUSED_MODULES.values() if config.fused_projections else ():
-        ends = np.cumsum([sizes.get(module, config.intermediate_size) for module in modules]).tolist()
-        for module, start, end in zip(modules, [0, *ends], ends, strict=False):
-            rows[f"{module}/kernel"] = start, end, ends[-1]
-    return rows
+def _usual_path(path: str) -> str:
+    """A parameter's path without the layer's number in its period."""
+    return re.sub(r"^layers/\d+/", "layers/", path)
+
+
+def _fuses_delta(config: DecoderConfig) -> bool:
+    return config.delta is not None and config.delta.fused
+
+
+class FusedRows(NamedTuple):
+    """Rows of a tensor that stores several kernels.
+
+    rows: indices of one kernel's rows, in the kernel's order.
+    count: number of rows of the tensor.
+    """
+
+    rows: np.ndarray
+    count: int
+
+
+def fused_rows(config: DecoderConfig) -> dict[str, FusedRows]:
+    """The rows of each kernel that shares a tensor with others, by path.
+
+    Projections of attention and of an MLP follow one another in their tensor. In the tensors of a delta net, each key
+    head has its own query, key, values and gate, or rate and decay, next to one another.
+    """
+    parts = {}
+    if config.fused_projections:
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        sizes = {"layers/query": queries, "layers/key": keys, "layers/value": keys}
+        for modules in FUSED_MODULES.values():
+            ends = np.cumsum([sizes.get(module, config.intermediate_size) for module in modules])
+            parts |= dict(zip(modules, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
+    if _fuses_delta(config):
+        net = config.delta
+        values = net.value_heads // net.key_heads * net.value_dim  # units of one key head
+        by_head = np.arange(net.channels + net.value_heads * net.value_dim).reshape(net.key_heads, -1)
+        *inputs, gate = np.split(by_head, np.cumsum([net.key_dim, net.key_dim, values]), axis=1)
+        parts["layers/delta_inputs"] = np.concatenate([rows.ravel() for rows in inputs])
+        parts["layers/delta_gate"] = gate.ravel()
+        rate, decay = np.split(np.arange(2 * net.value_heads).reshape(net.key_heads, -1), 2, axis=1)
+        parts |= {"layers/delta_rate": rate.ravel(), "layers/delta_decay": decay.ravel()}
+    counts = {}
+    for modules in (*FUSED_MODULES.values(), *FUSED_DELTA_MODULES.values()):
+        count = sum(len(parts[module]) for module in modules if module in parts)
+        counts |= dict.fromkeys(modules, count)
+    kernels = {f"{module}/kernel": FusedRows(rows, counts[module]) for module, rows in parts.items()}
+    if not kernels:
+        return {}
+    paths = flatten(abstract_params(config))
+    return {path: kernels[_usual_path(path)] for path in paths if _usual_path(path) in kernels}
 
 
 def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> dict:
@@ -398,9 +448,15 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
 
             def tensor(name):
                 stored_shape = shape[::-1] if transposed else shape
-                rows = fused.get(path)
-                cut = ((rows[2], *stored_shape[1:]), slice(*rows[:2])) if rows else cuts.get(name)
-                values = _read(*sources[name], stored_shape, cut)
+                if path in fused:
+                    rows, count = fused[path]
+                    start = rows.min()
+                    # The rows lie in this range, with other kernels' rows between them in a delta net.
+                    index = slice(start, rows.max() + 1)
+                    values = _read(*sources[name], (count, *stored_shape[1:]), index)[rows - start]
+                else:
+                    whole_shape, index = cuts.get(name, (stored_shape, None))
+                    values = _read(*sources[name], whole_shape, index).reshape(stored_shape)
                 return values.T if transposed else values
 
             if not layered:
@@ -512,7 +568,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     with _opened(file) as opened:
         adapter_names = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
         stored = {
-            name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape()), None).astype(np.float32)
+            name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape())).astype(np.float32)
             for name, full in adapter_names.items()
         }
     joint = _split_experts(stored, fields, plain) if plain.experts else {}
@@ -529,9 +585,9 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
                 adapter_names.get(factors[0], factors[0]).removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
             )
             module = joint.get(module, name_in_base)
-            start, end, rows = fused.get(kernel, (0, units, units))
+            rows, count = fused.get(kernel, FusedRows(np.arange(units), units))
             rank = module_value("rank_pattern", module, fields["r"])
-            for tensor, shape in zip(factors, ((rank, inputs), (rows, rank)), strict=True):
+            for tensor, shape in zip(factors, ((rank, inputs), (count, rank)), strict=True):
                 if (stored_shape := stored[tensor].shape if tensor in stored else "none") != shape:
                     raise ValueError(
                         f"{file}: tensor {tensor!r} has shape {stored_shape}, but {_ADAPTER_CONFIG} and the model ask"
@@ -539,9 +595,9 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
                     )
             unread -= {*factors}
             a, b = (stored[tensor] for tensor in factors)
-            used = b[start:end].any(0) | (~b.any(0) & a.any(1))
+            used = b[rows].any(0) | (~b.any(0) & a.any(1))
             scale = module_value("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
-            parts[kernel, index] = a[used].T, b[start:end, used].T * np.float32(scale / usual_scale)
+            parts[kernel, index] = a[used].T, b[rows][:, used].T * np.float32(scale / usual_scale)
     if unread or not any(len(b) for _, b in parts.values()):
         name = min((str(adapter_names.get(name, name)) for name in unread), default="none")
         raise ValueError(
@@ -666,20 +722,19 @@ def _check_names(folder: Path, expected: set[str], sources: dict) -> None:
         )
 
 
-def _read(file: Path, opened, name: str, shape: tuple[int, ...], cut: tuple | None) -> np.ndarray:
-    """A tensor of a file; with a cut, the shape of the whole tensor and an index, its part of `shape`."""
+def _read(file: Path, opened, name: str, shape: tuple[int, ...], index: slice | tuple | None = None) -> np.ndarray:
+    """A tensor of a file, whose shape must be `shape`, or its part at an index."""
     header = opened.get_slice(name)
-    stored_shape = shape if cut is None else cut[0]
-    if tuple(header.get_shape()) != stored_shape:
+    if tuple(header.get_shape()) != shape:
         raise ValueError(
-            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {stored_shape}; "
+            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {shape}; "
             "use the config.json that belongs to these weights"
         )
     if header.get_dtype() not in ("F32", "F16", "BF16"):
         raise ValueError(
             f"{file}: tensor {name!r} has dtype {header.get_dtype()}; save it as float32, float16 or bfloat16"
         )
-    values = opened.get_tensor(name) if cut is None else header[cut[1]].reshape(shape)
+    values = opened.get_tensor(name) if index is None else header[index]
     # The exponent bits, because bfloat16 is slow to convert.
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
     bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)

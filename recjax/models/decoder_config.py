@@ -29,6 +29,7 @@ class DeltaNet(NamedTuple):
     key_heads, value_heads: numbers of heads; a key head serves value_heads / key_heads consecutive value heads.
     key_dim, value_dim: dimensions of a key head and of a value head.
     kernel: number of tokens that the causal convolution reads, the current token included.
+    fused: checkpoints store the projections as two tensors, with the units of each key head next to one another.
 
     Reference: arXiv 2412.06464.
     """
@@ -39,6 +40,7 @@ class DeltaNet(NamedTuple):
     key_dim: int
     value_dim: int
     kernel: int
+    fused: bool = False
 
     @property
     def channels(self) -> int:

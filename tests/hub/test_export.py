@@ -33,6 +33,7 @@ FAMILIES = {
     "granite": ("granite", {}),
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5, untied": ("qwen3_5 with layers in no order", {}),
+    "qwen3_next": ("qwen3_next", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "olmoe": ("olmoe", {}),

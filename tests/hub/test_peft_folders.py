@@ -33,6 +33,7 @@ CONFIG = DecoderConfig(11, 8, 12, 2, 4, 2, 6)
 FUSED = dataclasses.replace(CONFIG, fused_projections=True)
 EXPERTS_CONFIG = dataclasses.replace(CONFIG, experts=ExpertOptions(3, 2, True))
 DELTA_CONFIG = dataclasses.replace(CONFIG, gated_attention=True, delta=DeltaNet((True, False), 2, 4, 6, 10, 3))
+FUSED_DELTA = dataclasses.replace(DELTA_CONFIG, delta=DELTA_CONFIG.delta._replace(fused=True))
 FIELDS = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "base_model_name_or_path": "base", "target_modules": ["q_proj"]}
 # Hugging Face module → input and output sizes, and → decoder modules.
 SIZES = {
@@ -137,6 +138,8 @@ def noisy_adapters(config, lora):
                 ("llama", EXPERTS_CONFIG, ["query", "value", "up"]),
                 ("qwen3_5_text", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
                 ("qwen3_5", DELTA_CONFIG, ["query", "gate", *DELTA_PROJECTIONS]),
+                ("qwen3_next", FUSED_DELTA, ["query", "gate", *DELTA_PROJECTIONS]),
+                ("qwen3_next", FUSED_DELTA, ["delta_gate", "delta_decay"]),
                 *((name, CONFIG, ["query", "down"]) for name in CONTAINERS),
             )
         ),
@@ -257,6 +260,9 @@ PEFT["qwen3_5"] = {
     "all": {"r": 4, "lora_alpha": 3, "target_modules": "all-linear"},
     "patterns": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "in_proj_qkv", "out_proj"]}
     | {"alpha_pattern": {r"layers\.2\.linear_attn\.in_proj_qkv": 9}, "rank_pattern": {"out_proj": 5}},
+}
+PEFT["qwen3_next"] = {
+    "fused": {"r": 4, "lora_alpha": 3, "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]},
 }
 PEFT["mixtral"] = {"projections": {"r": 2, "lora_alpha": 5, "target_modules": ["w1", "w2", "w3"]}}
 

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from recjax.hub import weights
 from recjax.hub.export import export_model
-from recjax.hub.weights import load_pretrained, read_config, tensor_names
+from recjax.hub.weights import fused_rows, load_pretrained, read_config, tensor_names
 from recjax.models.decoder import abstract_params
-from recjax.models.decoder_config import DecoderConfig
+from recjax.models.decoder_config import DecoderConfig, DeltaNet
 from recjax.models.rotary import RopeScaling
 from tests.marks import campaign_except, slow
 from tests.tiny import params_of
@@ -260,6 +260,25 @@ def test_names_cover_the_parameter_tree_once_each(tied):
     assert sorted(flat) == sorted(SHAPES.keys() - ({"lm_head.weight"} if tied else set()))
 
 
+def test_fused_delta_nets_keep_each_key_heads_rows_together():
+    net = DeltaNet((True, False), key_heads=2, value_heads=4, key_dim=1, value_dim=1, kernel=3, fused=True)
+    rows = fused_rows(DecoderConfig(11, 8, 12, 2, 4, 2, 6, delta=net))
+    found = {path: (fused.rows.tolist(), fused.count) for path, fused in rows.items()}
+    # The tensors hold q k v v z z and b b a a of the first key head, then of the second.
+    assert found == {
+        "layers/0/delta_inputs/kernel": ([0, 6, 1, 7, 2, 3, 8, 9], 12),
+        "layers/0/delta_gate/kernel": ([4, 5, 10, 11], 12),
+        "layers/0/delta_rate/kernel": ([0, 1, 4, 5], 8),
+        "layers/0/delta_decay/kernel": ([2, 3, 6, 7], 8),
+    }
+
+
+def test_a_predictor_of_further_tokens_is_skipped_aloud(tmp_path, caplog):
+    tensors = random_tensors() | {"mtp.layers.0.fc.weight": np.ones((2, 2), np.float32)}
+    assert_params_equal(load_pretrained(write_folder(tmp_path, tensors))[1], tensors)
+    assert "skips 1 other tensors, such as mtp.layers.0.fc.weight" in caplog.text
+
+
 GEMMA = {"activation": "gelu_tanh", "norm_offset": 1.0, "post_norms": True, "embedding_scale": 8**0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 7.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -405,6 +424,11 @@ def test_config_fields_of_families(tmp_path, changes, options):
             {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2},
             "2 of them linear_attention: it takes",
         ),
+        (
+            {"model_type": "qwen3_next", "use_sliding_window": True},
+            "use_sliding_window = True is not supported, only False",
+        ),
+        (DELTA | {"model_type": "qwen3_next", "mlp_only_layers": [0, 1]}, "no layer has experts"),
         (DELTA | {"linear_num_value_heads": 24}, "takes a multiple of linear_num_key_heads = 16"),
         ({"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0: takes a finite"),
         (
