@@ -277,7 +277,7 @@ WORDS = {  # at most; a reason where a page describes more than the table of con
     "tasks.md": 920,  # messages, layouts of folders, mixtures, pass rates, curricula, templates, numbers, nulls
     "grading.md": 715,  # the library with its slots in TRL and verl, its rules, known limits, and the comparison
     "rewards.md": 1_395,  # classifiers, kinds and failures of custom functions, what they get; verdicts
-    "models.md": 585,  # twenty-two families, experts, delta nets, refusals
+    "models.md": 610,  # twenty-two families, experts, delta nets, refusals
     "faults.md": 935,  # what may differ at a resume; indexes, databases that are away or restored; lost processes
     "coming_from.md": 495,
     "glossary.md": 330,
