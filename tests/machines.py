@@ -240,7 +240,8 @@ def main() -> None:
     """Reads the arguments, runs the settings one after the other, prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
-    given, arguments = parser.parse_known_args()
+    parser.add_argument("arguments", nargs="*", metavar="PYTEST ARGUMENT", help="after --")
+    given = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="recjax-machines-") as folder:
         programs = Path(os.environ.get("RECJAX_TEST_PROGRAMS", folder))
@@ -249,7 +250,7 @@ def main() -> None:
             if not is_possible(name):
                 print(f"| {name} | not on this CPU | | |", flush=True)
                 continue
-            result = result_of(name, programs, arguments or ["-m", QUICK, *FOLDERS])
+            result = result_of(name, programs, given.arguments or ["-m", QUICK, *FOLDERS])
             print(f"| {name} | {result.passed} | {result.failed} | {result.seconds:.0f} |", *result.lines, sep="\n")
             failed += result.failed
     sys.exit(failed > 0)

@@ -42,6 +42,7 @@ _ORDERS = ("<", r"\le")
 _INEQUALITIES = {"<": sympy.Lt, r"\le": sympy.Le, r"\neq": sympy.Ne}
 _INTERVALS = ("()", "(]", "[)", "[]")
 _NUMBER_SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals}
+_COUNTED = 48  # the largest counter of general solutions
 _MOST_PARTS = 80  # of an equation to factor or an inequality to solve
 
 
@@ -198,6 +199,7 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
         tree.kind == "add" and any(term == Node("name", (name,)) for term in tree.args for name in pair)
         for tree in (wanted, got)
     )
+    constant = constant or ("C" in pair and pair < {"C", "c_1", "C_1"})
     counts = is_periodic and pair <= {*"klmn"}
     renamed = _replaced(got, *old, *new)
     return (constant or counts) and (values.equal(wanted, renamed) or (counts and _same_period(wanted, renamed)))
@@ -218,6 +220,39 @@ def _same_period(wanted: Node, got: Node) -> bool:
         return False
     tiny = Fraction(1, 10**30)
     return abs(abs(ratios[0]) - 1) < tiny and abs(ratios[1] - round(ratios[1])) < tiny
+
+
+def same_solutions(truths: Sequence[str], answers: Sequence[str]) -> bool:
+    """True if two lists of terms such as x = π/6+2kπ, for all integers k, have the same values."""
+    if not 2 < len(truths) + len(answers) < _MOST_PARTS:
+        return False
+    wanted = _solutions(truths)
+    got = _solutions(answers)
+    if not wanted or not got:
+        return False
+    largest = min(max(wanted), -min(wanted), max(got), -min(got)) / 2  # both lists are complete up to here
+    near = [{value for value in each if abs(value) < largest} for each in (wanted, got)]
+    return len(near[0]) > 6 and near[0] == near[1]
+
+
+def _solutions(terms: Sequence[str]) -> set[Fraction]:
+    """The values of terms for many integers; empty if a term is no constant with a counter."""
+    solutions = set()
+    for term in terms:
+        tree = parse_math(term)
+        letters = "k"
+        if tree is not None and tree.kind == "relation":
+            letters = "klmn"
+            tree = _value_of(tree)
+        counters = names(tree)
+        if len(counters) != 1 or not counters.issubset(letters):
+            return set()
+        for count in range(-_COUNTED, _COUNTED + 1):
+            value = values.decimal(_replaced(tree, Node("name", (*counters,)), number(count)))
+            if value is None:
+                return set()
+            solutions.add(round(value, 20))
+    return solutions
 
 
 def _replaced(node: Any, old: Any, new: Any) -> Any:

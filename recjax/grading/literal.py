@@ -97,6 +97,7 @@ def _as_choices(truth: str, answer: str) -> bool | None:
 
 def _as_congruence(truth: str, answer: str) -> bool | None:
     """Compares congruences such as 3 (mod 7), named or not; one side may omit the modulus of a single number."""
+    truth, answer = (re.sub(r"\\pm ?(\d+)", r"\1,-\1", text) for text in (truth, answer))
     if r"\pmod" in truth or r"\pmod" in answer:  # n=3k+1 is 1 (mod 3)
         truth, answer = map(_as_residue, (truth, answer))
     wanted = _CONGRUENCE.fullmatch(truth)
@@ -177,6 +178,9 @@ def _as_words(truth: str, answer: str) -> bool | None:
             return None
         if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", answer)):
             return None  # abc may be the product a·b·c, but cat is not act
+    if re.search(r"\band\b(?! then\b)", bare):  # Alice and Bob
+        listed = [sorted(re.split(r",? and |, ", words_of(text))) for text in (answer, truth)]
+        return listed[0] == listed[1]
     return words_of(answer) == words_of(truth)
 
 

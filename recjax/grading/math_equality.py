@@ -36,10 +36,11 @@ _KIND = (
     r"(?:integers?|numbers?|reals?|constants?)"
 )
 _SET = r"\\in ?(?:\\math(?:bb|bf)\{)?(?P<set>[NZR])\}?(?: ?[_^] ?\{?(?P<part>[*+]|>0|\d)\}?)*"
+_SEVERAL = r"(?:(?<=[,;(])|(?<=[,;(] )|(?<=[a-z][a-z] ))(?P<first>[a-z])(?:(?: ?, ?| and )(?!(?P=first))[a-z])+"
 _DOMAIN = re.compile(
     r"(?P<before>(?:(?![<>]|\\[lg]e(?![a-z])).)+?)[ ,;]*\(?"
     r"(?:(?:where|with|when) |(?:for )?(?P<all>all|any|every|each|\\forall) ?|for )?"
-    rf"(?:(?P<kind>{_KIND}) )?(?P<name>[a-z])"
+    rf"(?:(?P<kind>{_KIND}) )?(?P<name>[a-z]|{_SEVERAL})"
     rf"(?: (?:is )?(?P<kinds>{_KIND})| ?{_SET}| ?(?P<least>\\ge ?[01]|> ?0|= ?1,.*\\ldots)"
     r"| ?(?P<signed>= ?0 ?, ?\\pm.*))?"
     r"[) ]*"
@@ -53,6 +54,7 @@ _TEXT_ANSWER_IS = re.compile(r"^\\text ?\{ ?(?:the )?(?:final )?answer(?: is|:)?
 _LABELED = re.compile(
     r"(?:\\text ?\{ ?(?=\(|.[.:])\(?(?P<marked>[A-J])\)?[.:]? ?\} ?|\((?P<label>[A-J])\) )(?P<value>.+)"
 )
+_INDEXED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])_\{?\d\}? ?=")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]*,\d{3}|\d)(?!,\d)", re.A)
 _LAST_WORDS = re.compile(r"(?P<core>.*?[^ ]) ?(?P<words>\\text ?\{ ?[A-Za-z][A-Za-z .-]+\}(?:\^\{?-?\d\}?)?)")
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end\{\1\}")
@@ -150,10 +152,20 @@ def _compared(truth: str, answer: str, finished: bool) -> tuple[bool, str]:
                 match["core"], answer.removesuffix(words).strip() if answer.endswith(words) else answer, finished
             )
     truth, answer = _as_vector(truth, answer), _as_vector(answer, truth)
+    truth, answer = _without_indices(truth, answer), _without_indices(answer, truth)
+    if r"{cases}" in truth + answer and expressions.same_expression(truth, answer, None):
+        return True, "compared as expressions"
     if (decided := expressions.same_region(truth, answer)) is not None:
         return decided, "compared as regions of the number line"
     wanted = _spread(truth)
     got = _spread(unnamed(answer))
+    if r"\pi" in truth or "°" in truth:
+        items = [
+            each.items if each is not None and each.is_unordered else [text]
+            for each, text in ((wanted, truth), (got, unnamed(answer)))
+        ]
+        if expressions.same_solutions(*items):
+            return True, "compared as general solutions"
     if wanted is not None and (decided := _same_structure(wanted, got, answer, finished)) is not None:
         return decided, "compared item by item"
     return expressions.same_expression(truth, answer, quantity(unnamed(answer))), "compared as expressions"
@@ -165,6 +177,15 @@ def _as_vector(text: str, other_text: str) -> str:
     if column is None or column.kind not in ("<>", "()", "[]", f"{len(column.items)} rows") or len(column.items) > 3:
         return text
     return "+".join(rf"({item})\hat{{{axis}}}" for item, axis in zip(column.items, "ijk", strict=False))
+
+
+def _without_indices(text: str, other_text: str) -> str:
+    """The roots x_1=2, x_2=5 as x=2, x=5 if the second text names both x, or is a set."""
+    letters = _INDEXED.findall(text)
+    if len(letters) < 2 or len({*letters}) > 1:
+        return text
+    is_named = re.search(rf"(?<![A-Za-z\\]){letters[0]} ?(?:=|\\in(?![a-z]))", other_text)
+    return _INDEXED.sub(r"\1=", text) if is_named or other_text.startswith(r"\{") else text
 
 
 def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
@@ -208,6 +229,7 @@ def _without_domains(texts: list[str]) -> list[str]:
     """
     cores = []
     domains = []
+    letters = []
     for text in texts:
         flat = TEXT.sub(lambda words: words[0] if words[1] in ("and", "or") else f" {words[1]} ", text)
         match = _DOMAIN.fullmatch(" ".join(flat.split()))
@@ -226,13 +248,25 @@ def _without_domains(texts: list[str]) -> list[str]:
             domain = "all"
         core = fields["before"]
         is_whole = bool(core) and [*depths(core)][-1] == 0 and text.startswith(core)
-        has_name = domain == "all" or fields["name"] in re.sub(r"\\[A-Za-z]+", "", core)
+        named = {*re.sub(r"\\[A-Za-z]+", "", core)}
+        has_name = domain == "all" or named.issuperset(re.findall(r"\b[a-z]\b", fields["name"]))
         is_used = bool(domain) and is_whole and has_name
         cores.append(core if is_used else text)
         domains.append(domain if is_used else "")
+        letters.append(fields["name"])
     is_periodic = any(re.search(r"\\pi(?![a-z])|°", core) for core in cores)
+    wanted, got = letters
+    is_renamed = all(domains) and wanted != got and len(wanted + got) == 2
+    if is_renamed and _renamed(cores[0], got, "") == cores[0]:
+        cores[1] = _renamed(cores[1], got, wanted)
     differ = all(domains) and domains[0] != domains[1]
     return texts if differ or (is_periodic and "" in domains and {"N", "R"} & {*domains}) else cores
+
+
+def _renamed(text: str, old: str, new: str) -> str:
+    """A text with a letter renamed, except inside commands and words."""
+    kept = r"\\text ?\{[^{}]*\}|\\[A-Za-z]+|\b(?:and|or)\b"
+    return re.sub(rf"({kept})|{old}", lambda match: match[1] or new, text)
 
 
 def without_thousands(text: str) -> str:
@@ -312,9 +346,21 @@ class Structure(NamedTuple):
 
 
 def _spread(text: str) -> Structure | None:
-    r"""A text's structure; a text with a single \pm is a list of two values."""
-    if len(parts := re.split(r"\\pm(?!od)", text)) == 2 and not structure(text):
-        return Structure("list", [sign.join(parts).strip().removeprefix("+").strip() for sign in ("+", "-")])
+    r"""A text's structure; a single \pm in an item of a list, or in a whole text, makes two of it."""
+    whole = structure(text)
+    is_list = whole is not None and whole.is_unordered
+    items = whole.items if is_list else [text]
+    signed = []
+    for item in items:
+        parts = re.split(r"\\pm(?!od)", item)
+        positive = re.sub(r"(^|[(\[{,=] ?)\+", r"\1", "+".join(parts).strip())
+        negative = "-".join(parts).strip()
+        if re.fullmatch(r"-\([^()]*,[^()]*\)", negative):  # minus a tuple
+            negative = f"({','.join(f'-({each})' for each in split_outside_brackets(negative[2:-1]))})"
+        signed += [positive.strip(), negative] if len(parts) == 2 else [item]
+    names = {match["name"] for item in items if (match := _NAMED.fullmatch(item))}
+    if len(signed) > len(items) and len(names) < 2:
+        return Structure(whole.kind if is_list else "list", signed)
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
         text = text[1:].strip()  # the point P(1,2) is the pair (1,2)
     return structure(text)

@@ -33,6 +33,7 @@ varnothing \emptyset dfrac \frac tfrac \frac cfrac \frac leqslant \le leq \le ge
 degree ^{\circ} degrees ^{\circ} lbrace \{ rbrace \} lbrack [ rbrack ] vert | lvert | rvert | colon : land \wedge
 lor \vee cdots \ldots dots \ldots dotsc \ldots backslash \setminus smallsetminus \setminus mod \pmod
 bigcup \cup sqcup \cup bigsqcup \cup bigcap \cap empty \emptyset nicefrac \frac sfrac \frac
+varepsilon \epsilon varphi \phi vartheta \theta varrho \rho
 bar \overline mp \pm overrightarrow \vec euro € pounds £ cents ¢
 """)
 _WITHOUT_MEANING = """
@@ -67,6 +68,7 @@ _MARKUP = [
     (r"^([^{}]*\\(?:over|choose)(?![A-Za-z])[^{}]*)$", r"{\1}"),
     (rf"\{{\s*{_NESTED}\s*\\over(?![A-Za-z])\s*{_NESTED}\s*\}}", r"{\\frac{\1}{\2}}"),
     (rf"\{{\s*{_NESTED}\s*\\choose(?![A-Za-z])\s*{_NESTED}\s*\}}", r"{\\binom{\1}{\2}}"),
+    (r"^\\text\{([^{}A-Za-z]*\d[^{}A-Za-z]*\b(?:and|or)\b[^{}A-Za-z]*|[\d.]+(?:, ?[\d.]+)+)\}$", r"\1"),
     (r"\\text\{\\?%\}|\\%", "%"),
     (r"(?:\\text\{ ?)?(?<![\u4e00-\u9fff])或(?![\u4e00-\u9fff])(?: ?\})?", r"\\text{ or }"),
     (r"(?:\\text\{ ?)?(?<![\u4e00-\u9fff])[且和](?![\u4e00-\u9fff])(?: ?\})?", r"\\text{ and }"),
@@ -97,6 +99,7 @@ _NOTATION = [
     (r"\\log\s*_\s*\{?e\}?(?![A-Za-z])", r"\\ln "),
     (r"(?:(?<=[(\[\],;])|^)\s*\+\s*\\infty", r"\\infty"),
     (r"(?i)^(?:\\text\{)?\s*(?:all|the set of(?: all)?) real(?:s| numbers)\s*\}?$", r"\\mathbb{R}"),
+    (r"(?i)^(?:\\text\{)?\s*(?:all|the set of(?: all)?) integers\s*\}?$", r"\\mathbb{Z}"),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"\\\{ ?(\w) ?\\in ?(\\mathbb\{[ZN]\}) ?(?:\\mid|\\vert|\||:) ?(.*)\\\}", r"\\{\1 \\mid \3,\1\\in \2\\}"),
     (r"(?<=\d) ?\\text\{ ?to ?\} ?(?=\d)", " to "),

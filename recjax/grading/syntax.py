@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from recjax.grading.notation import rows_of
+from recjax.grading.notation import rows_of, split_outside_brackets
 from recjax.grading.quantities import Quantity, quantity
 
 CONSTANTS = {r"\pi", "e", "i", r"\infty"}
@@ -20,7 +20,8 @@ class Node(NamedTuple):
     """A node of an expression's tree.
 
     Kinds, with their args: number (Fraction); name (text); add, mul and pow (nodes); call (text, nodes); relation
-    (operators, sides); matrix (rows of nodes); sum, product, integral and limit (name, lower, upper or None, body).
+    (operators, sides); matrix (rows of nodes); cases (pairs of a value and its condition); sum, product, integral and
+    limit (name, lower, upper or None, body).
     """
 
     kind: str
@@ -124,6 +125,11 @@ _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "li
 _ENDS = RELATIONS | SET_OPERATORS | set(r"\pm \cdot \times \div \pmod \rfloor \rceil".split())
 _MATRIX = re.compile(r"\\begin\{((?:p|b|B|v|V|small)?matrix|array)\}(?:\{[clr| ]*\})?(.*?)\\end\{\1\}")
 
+_CASES = re.compile(r"\\begin\{(d?cases)\}(.*?)\\end\{\1\}")
+_IF = re.compile(r"\\text ?\{ ?(?:if|for|when|where)? ?\}|\b(?:if|for|when)\b|[,;.] ?$", re.I)
+_OTHERWISE = re.compile(r"\\text ?\{ ?(?:otherwise|else) ?\}|otherwise|else", re.I)
+_COMPARISONS = {"=", "<", ">", r"\le", r"\ge", r"\neq"}
+
 
 def tokens(text: str) -> list[str]:
     """Splits a text into commands, numbers, names of known functions, runs of three or more capitals, and letters."""
@@ -186,7 +192,11 @@ class _Reader:
             self.matrices.append(Node("call", ("det", node)) if match[1] == "vmatrix" else node)
             return rf" \matrix{{{len(self.matrices) - 1}}} "
 
-        text = _MATRIX.sub(set_apart, text)
+        def cases_apart(match: re.Match) -> str:
+            self.matrices.append(Node("cases", tuple(map(_case, rows_of(match[2])))))
+            return rf" \matrix{{{len(self.matrices) - 1}}} "
+
+        text = _MATRIX.sub(set_apart, _CASES.sub(cases_apart, text))
         if _CONNECTIVE.search(text):
             raise Unreadable(text)
         self.tokens = tokens(text)
@@ -280,7 +290,8 @@ class _Reader:
         if token in ("|", r"\|"):
             return token != self.bars
         if token[0].isdigit():
-            return self.tokens[self.position - 1] in ("!", ")", "}")  # x2 is not a product
+            # x2 is not a product, but n2^n is one
+            return self.tokens[self.position - 1] in ("!", ")", "}") or self.tokens[self.position + 1 :][:1] == ["^"]
         return token[-1].isalpha() or token in ("(", "[", "{")
 
     def power(self) -> Node:
@@ -521,6 +532,22 @@ class _Reader:
             raise Unreadable("integral")
         self.tokens += after
         return Node("integral", (variable, lower, upper, body))
+
+
+def _case(row: list[str]) -> tuple[Node, Node]:
+    """The value and the condition in a row of cases.
+
+    Raises:
+        ValueError: the row is no value with a comparison, or with "otherwise".
+    """
+    cells = row if len(row) > 1 else split_outside_brackets(row[0])
+    value, condition = (_IF.sub("", cell.strip()).strip() for cell in cells)
+    case = (parse_math(value), number(1) if _OTHERWISE.fullmatch(condition) else parse_math(condition))
+    if None in case or case[0].kind == "relation":
+        raise Unreadable("cases")
+    if case[1] != number(1) and not (case[1].kind == "relation" and _COMPARISONS.issuperset(case[1].args[0])):
+        raise Unreadable("cases")
+    return case
 
 
 def _order(node: Node) -> str:

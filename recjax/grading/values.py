@@ -56,13 +56,24 @@ _BORDERED = set("abs norm sign floor ceil binomial gcd lcm ln log lg lb log_".sp
 _BORDERED |= set("arcsin arccos arcsec arccsc arccosh arcsech arctanh arccoth".split())
 # Letters that are lengths, masses or speeds in formulas of several letters with roots: c in the root of 1-v²/c².
 _POSITIVE = {*"cdghklmrCDEGHLMNPRSTVW", r"\lambda", r"\mu", r"\rho", r"\sigma", r"\omega", r"\ell", r"\hbar"}
+_CONJUGATES = {"z": r"\overline{z}", "w": r"\overline{w}"}
+_COMPARISONS = {"<": operator.lt, ">": operator.gt, r"\le": operator.le, r"\ge": operator.ge}
+_COMPARISONS |= {"=": operator.eq, r"\neq": operator.ne}
 _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", "lcm"}
 
 
 def equal(a: Node, b: Node) -> bool:
     """True if two expressions are equal at all tested points at which both are defined."""
-    modes = (True,) if contains((a, b), "i", r"\text{i}", "cis") else (False, True)
+    is_complex = contains((a, b), "i", r"\text{i}", "cis") or _have_complex_letters(a, b)
+    modes = (True,) if is_complex else (False, True)
     return next((answer for mode in modes if (answer := _equal(a, b, mode)) is not None), False)
+
+
+def _have_complex_letters(a: Node, b: Node) -> bool:
+    """True if the only unknowns are z and w, with bars or parts as complex numbers have them."""
+    unknown = names(a) | names(b)
+    has_parts = contains((a, b), "abs", "re", "im", "arg", *_CONJUGATES.values())
+    return has_parts and bool(unknown) and unknown.issubset({*_CONJUGATES, *_CONJUGATES.values()})
 
 
 def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
@@ -89,6 +100,8 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
                 got = evaluation.defined(b)
                 if wanted is None or got is None:
                     one_sided += wanted is not got
+                    if wanted is not got and contains(b, "cases") and (got is None or contains(a, "cases")):
+                        return False  # a case is missing
                     break
                 if not evaluation.close(wanted, got, is_final=digits != _DIGITS or evaluation.is_slow):
                     return False
@@ -179,6 +192,7 @@ class _Points:
         self.matrices = matrices
         self.counting = set().union(*map(_counted, nodes))
         self.positive = set()
+        self.complex = {*_CONJUGATES} if is_complex and _have_complex_letters(a, b) else set()
         if contains((a, b), "sum", "product", "factorial", "factorial2", "binomial", "gcd", "lcm"):
             self.positive |= self.counting  # a sum without terms is 0, but its closed form may differ
         self.least = _FEW_POINTS if self.unknown else 1
@@ -186,7 +200,7 @@ class _Points:
         borders = [border for node in nodes for border in _borders(node) if names(border) & {*self.unknown}]
         if not borders:
             return
-        has_steps = contains((a, b), "floor", "ceil", r"\bmod")
+        has_steps = contains((a, b), "floor", "ceil", r"\bmod", "cases")
         self.around = {name: _around_borders(name, borders, name in self.counting, has_steps) for name in self.unknown}
         self.least += max(map(len, self.around.values())) * min(2, len(self.unknown))
         if len(self.unknown) > 1 and not matrices and not is_complex:
@@ -194,7 +208,12 @@ class _Points:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for index in range(self.most):
-            yield {name: self._value(name, index) for name in self.unknown}
+            point = {name: self._value(name, index) for name in self.unknown}
+            for name in self.complex:
+                draw = random.Random(f"{name} {index}")
+                point[name] = mpmath.mpc(draw.uniform(-9, 9), draw.uniform(-9, 9))
+                point[_CONJUGATES[name]] = point[name].conjugate()
+            yield point
 
     def _find_positive(self) -> None:
         """Finds unknowns that are positive by what they stand for.
@@ -240,6 +259,9 @@ def _borders(node: Node) -> list[Node]:
     name = node.args[0]
     if node.kind == "pow" and not (node.args[1].kind == "number" and node.args[1].args[0].denominator == 1):
         return [name]
+    if node.kind == "cases":
+        sides = [condition.args[1] for _, condition in node.args if condition.kind == "relation"]
+        return [difference(*pair) for each in sides for pair in itertools.pairwise(each)]
     if node.kind != "call":
         return []
     differences = [difference(*pair) for pair in itertools.combinations(node.args[1:5], 2)]
@@ -280,21 +302,21 @@ def _around_borders(name: str, borders: list[Node], counts: bool, has_steps: boo
                 zeros.append(low / (low - high))
     numbers = {abs(node.args[0]) for node in walk(tuple(borders)) if node.kind == "number"}
     constants = sorted(numbers, reverse=True)
-    border_values = list(dict.fromkeys(zeros + constants + [-each for each in constants]))[:_MOST_BORDERS]
-    largest = 1 + max(map(abs, border_values), default=Fraction(0))
+    edges = list(dict.fromkeys(zeros + constants + [-each for each in constants]))[:_MOST_BORDERS]
+    largest = 1 + max(map(abs, edges), default=Fraction(0))
     draw = random.Random(name)
     odd = [Fraction(2 * draw.randrange(512) + 1, 1024) for _ in range(16)]
     values = [sign * largest * (1 + 16 * each) for sign in (1, -1) for each in odd[:3]]
     if counts:
         values = [Fraction(round(each)) for each in values]
         values += [Fraction(each) for each in range(-5, 25)]
-        multiples = [times * math.floor(each) for each in border_values for times in (1, 2, 3)]
+        multiples = [times * math.floor(each) for each in edges for times in (1, 2, 3)]
         values += [Fraction(each + more) for each in multiples for more in (-1, 0, 1)]
     else:
         values += [sign * 4 * each for sign in (1, -1) for each in odd[3:8]]
-        values += [zero + sign * each for zero in border_values for sign in (1, -1) for each in (odd[8], odd[9] / 128)]
+        values += [zero + sign * each for zero in edges for sign in (1, -1) for each in (odd[8], odd[9] / 128)]
         if has_steps:
-            values += border_values
+            values += edges
             values += [Fraction(each) for each in range(-4, 5)]
     draw.shuffle(values)
     return values
@@ -519,6 +541,8 @@ class _Evaluation:
             return self._pow(*map(self.value, node.args))
         if node.kind == "matrix":
             return mpmath.matrix([[floating(self.value(each)) for each in row] for row in node.args])
+        if node.kind == "cases":
+            return self._of_cases(node.args)
         if node.kind == "relation":
             return self._opaque(node.args[0], [self.value(side) for side in node.args[1]])
         if node.kind == "call":
@@ -538,6 +562,21 @@ class _Evaluation:
             value = +value if name in _CIRCULAR else value
             return undefined() if isinstance(value, mpmath.mpc) and not self.is_complex else value
         return self._over(node.kind, *node.args)
+
+    def _of_cases(self, cases: tuple[tuple[Node, Node], ...]) -> Any:
+        """The value of the case that holds; undefined if none holds, or if several hold and differ."""
+        held = []
+        for case, condition in cases:
+            is_held = not held  # otherwise
+            if condition.kind == "relation":
+                operators, sides = condition.args
+                pairs = itertools.pairwise(map(self.value, sides))
+                is_held = all(_COMPARISONS[mark](*pair) for mark, pair in zip(operators, pairs, strict=True))
+            if is_held:
+                held.append(self.value(case))
+        if not held or not all(self.close(held[0], each, is_final=True) for each in held):
+            raise Undefined
+        return held[0]
 
     def _add(self, *terms: Any) -> Any:
         if len({isinstance(term, mpmath.matrix) for term in terms}) > 1:

@@ -19,7 +19,8 @@ _MOST_PROBLEM = 500  # characters that an error of a call's arguments may quote
 
 
 # The format of Hermes, Qwen and SmolLM models: JSON between tags, one call or a list of calls.
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+_BEGIN = "<tool_call>"
+_END = "</tool_call>"
 
 
 class Call(NamedTuple):

@@ -69,6 +69,9 @@ KNOWN = {
         ("5", r"5\text{ часов}"),
         ("5", r"5\text{ mètres}"),
         ("5", "5명"),
+        (r"\ln (x-1)^2", r"2\ln|x-1|"),  # the power of a logarithm, or of its argument
+        (r"\sqrt{(x-1)(x-2)}", r"\sqrt{x-1}\cdot\sqrt{x-2}"),  # a part of the domain
+        (r"\ln(x^2-1)", r"\ln(x-1)+\ln(x+1)"),
         ("5", r"$\boxed{5}\%$"),  # 10% equals 10, and also 0.1
         ("1234", "1234%"),
         ("0.1", "0.1%"),
