@@ -118,7 +118,11 @@ RUNS = {
     "late": Golden(
         {"regime.sync_interval": 4, "experience.late": {"shortest": 0, "longest": 3, "deadline": 2}},
     ),
-    "mix": Golden({"regime.sync_interval": 2, "experience.mix": {"store": "{store}", "share": 0.5}}),
+    # BASE counted the store's rows of version 0 as the run's own old samples.
+    "mix": Golden(
+        {"regime.sync_interval": 2, "experience.mix": {"store": "{store}", "share": 0.5}},
+        skips=("staleness", "staleness_rows"),
+    ),
     "store": Golden({"experience.store": "{store}"}),
     "followed_store": Golden(
         {"experience.store": "{store}", "experience.follow": True, "rollout.max_context_tokens": 16}, **PACKED

@@ -40,18 +40,21 @@ class Setting(NamedTuple):
     environment: other variables.
     prefix: words before the command.
     needs: a flag of the CPU; the setting is skipped on a CPU without it.
+    without: words in the names of tests that the setting cannot compile.
     """
 
     flags: str = ""
     environment: dict[str, str] = {}
     prefix: tuple[str, ...] = ()
     needs: str = ""
+    without: str = ""
 
 
 NO_YNNPACK = "--xla_cpu_experimental_ynn_fusion_type="
 SETTINGS = {
     "plain": Setting(),
-    "SSE4.2": Setting("--xla_cpu_max_isa=SSE4_2", {"ATEN_CPU_CAPABILITY": "default"}),
+    # XLA has no conversion of float8 for these instructions: LLVM does not find __extendhfsf2.
+    "SSE4.2": Setting("--xla_cpu_max_isa=SSE4_2", {"ATEN_CPU_CAPABILITY": "default"}, without="float8"),
     "AVX": Setting("--xla_cpu_max_isa=AVX", needs="avx"),
     "AVX2": Setting("--xla_cpu_max_isa=AVX2", {"ATEN_CPU_CAPABILITY": "avx2"}, needs="avx2"),
     "AVX-512": Setting("--xla_cpu_max_isa=AVX512 --xla_cpu_prefer_vector_width=512", needs="avx512f"),
@@ -215,6 +218,8 @@ def result_of(name: str, programs: Path, arguments: list[str]) -> Result:
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {setting.flags}".strip()
     environment["RECJAX_TEST_PROGRAMS"] = str(programs / re.sub(r"\W+", "_", name))
     command = [*setting.prefix, sys.executable, "-m", "pytest", "-p", "tests.machines", "-rfE", "--tb=short"]
+    if setting.without:
+        command += ["-k", f"not {setting.without}"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -239,7 +239,7 @@ def test_layers_without_experts_have_no_record_and_all_forms_agree():
     options = ExpertOptions(6, 2, True, shared_size=10, dense=(True, False), dense_size=20)
     config = dataclasses.replace(CONFIG, experts=options, windows=(None, 4))
     assert config.period == 2 and config.layer_weights == 32 * (96 + (60 + 6 + 31 + 18 * 24) / 2)
-    old = completed(Decoder(config, replays_routing=True), init_params(config, jax.random.key(0)))
+    old = completed(Decoder(config, replays_routing=True), params_of(config))
     recorded, mask = old.batch.recorded[EXPERTS], old.batch.completion_mask
     assert (recorded[:, :, 0] == -1).all() and (recorded[:, 1:, 1][mask[:, 1:]] >= 0).all()
     assert np.abs(old.log_ratios()[0]).max() < 1e-4
