@@ -26,6 +26,7 @@ from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import check_processes
+from tests.closeness import assert_same_logprobs
 from tests.commands import said, two_of
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train, without_times
