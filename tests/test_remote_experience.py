@@ -64,7 +64,10 @@ def fake(answer, owner="", posts=()):
         def log_message(self, *_):
             pass
 
-    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Listener(http.server.ThreadingHTTPServer):
+        request_queue_size = 128  # a busy machine takes a while to accept 64 connections that come at once
+
+    listener = Listener(("127.0.0.1", 0), Handler)
     threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{listener.server_port}/v1"
