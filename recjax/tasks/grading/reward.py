@@ -176,6 +176,9 @@ def passed_name(function: Any) -> str:
         )
     name = PYTHON + getattr(function, "__name__", type(function).__name__).strip("<>")
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    # Python 3.13 keeps the text of `python -c` as <string>, which is also the file name of code from eval and exec.
+    if getattr(code, "co_filename", "") == "<string>" and getattr(function, "__module__", "") != "__main__":
+        return name
     try:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
         outside = {}
