@@ -28,7 +28,7 @@ from experiments.claims.staleness import (
     rank_correlations,
     survived,
 )
-from experiments.claims.verdicts import REGIMES, Claim, as_json, claims, mean_over_steps
+from experiments.claims.verdicts import REGIMES, Claim, as_json, check_starts, claims, mean_over_steps
 from recjax.analysis.collect import axes_of, read_runs, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import read_sweep
@@ -214,6 +214,8 @@ def draw_all(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
 
 def write_pages(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
     """docs/claims.md, the notes with all tables, their figures, and verdicts.json, from the runs of each of TABLES."""
+    for name, table in tables.items():
+        check_starts(name, table)
     table = tables["grid"]
     found = claims(table)
     draw_all(tables, docs / "claims", notes)

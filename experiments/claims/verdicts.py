@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import scipy
 
+from recjax.analysis.collect import differing_starts
 from recjax.analysis.compare import evaluations_of, final, paired_seeds
 from recjax.analysis.statistics import Estimate, estimate, seed_means
 
@@ -20,6 +21,19 @@ KL_MARGIN = float(np.log(1.5))  # divergences within a factor of 1.5 are alike
 OFF_POLICY = ("interval_20", "offset_10", "offline")
 REGIMES = ("on_policy", *OFF_POLICY)
 NARROW, WIDE = "rec_one_side_nois", "rec_one_side_nois_wide"
+
+
+def check_starts(name: str, table: pd.DataFrame) -> None:
+    """Refuses a table in which runs of one seed begin with different policies.
+
+    Args:
+        name: name of the table.
+    Raises:
+        ValueError: with the seed and the values; such runs are of several commits, machines or settings.
+    """
+    mixed = differing_starts(table)
+    if mixed:
+        raise ValueError(f"{name}: runs of one seed begin with different policies ({mixed[0]}); make these runs again")
 
 
 def mean_over_steps(table: pd.DataFrame) -> pd.Series:

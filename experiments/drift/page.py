@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments.claims.map_page import Side, draw_cells
 from experiments.claims.markdown import markdown_table
-from experiments.claims.verdicts import MARGIN, NARROW, Check, Claim, fallen, paired_difference
+from experiments.claims.verdicts import MARGIN, NARROW, Check, Claim, check_starts, fallen, paired_difference
 from recjax.analysis.compare import final
 from recjax.analysis.statistics import estimate, holm, seed_means
 from recjax.config.yaml_values import read_yaml_file
@@ -380,6 +380,9 @@ def fill_in(text: str, ends: dict[str, pd.Series], found: dict[str, Found]) -> s
 
 def write_page(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
     """drift.md with its figures in the folder of docs, and README.md with all cells in that of notes."""
+    for task in TASKS:
+        if task in tables and "step" in tables[task]:
+            check_starts(task, tables[task])
     pictures = docs / "drift"
     pictures.mkdir(parents=True, exist_ok=True)
     ends = {task: ends_of(tables[task]) for task in TASKS if task in tables}

@@ -258,6 +258,15 @@ def test_the_page_renders_from_a_small_table(tmp_path):
     assert {path.name for path in (tmp_path / "drift").iterdir()} == {"quickstart.png", "gradients.png"}
 
 
+def test_runs_of_several_base_policies_make_no_page(tmp_path):
+    tables = small_tables()
+    runs = tables["quickstart"]
+    is_other = (runs["step"] == 0) & (runs["age"] == "20") & (runs["seed"] == "1")
+    runs.loc[is_other, "evaluation/accuracy"] = 0.5
+    with pytest.raises(ValueError, match="quickstart: runs of one seed begin with different policies .seed 1: .* 0.4"):
+        page.write_page(tables, tmp_path, tmp_path)
+
+
 @pytest.mark.campaign
 def test_the_committed_page_is_that_of_the_committed_tables(tmp_path):
     page.write_page(page.read_tables(study.HERE), tmp_path, tmp_path)
