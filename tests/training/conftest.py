@@ -3,6 +3,7 @@
 import pytest
 
 from recjax.config import load_config
+from recjax.rollout.generators import keep_ray_on_loopback
 from tests import commands
 from tests.training.tiny_run import TINY
 
@@ -24,4 +25,5 @@ def prompt_generators():
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_worker_niceness", "0")
         patched.setenv("PYTHONPATH", str(commands.ROOT))  # generators of a cluster import the tests' functions
+        keep_ray_on_loopback()  # before a test imports Ray; for good, as the module stays imported
         yield

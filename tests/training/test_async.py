@@ -229,7 +229,6 @@ def test_with_no_staleness_it_is_the_synchronous_run(ray, tiny, more):
 # Trains, noting what on, and loses a generator at its third step.
 DANGEROUS = """
 import sys
-import ray
 from recjax.config import load_config
 from recjax.training import loop
 from tests.training.tiny_run import train
@@ -239,6 +238,7 @@ next_groups, pad, steps = loop.next_groups, loop.pad, []
 def numbered(run, state, step):
     steps.append(step)
     if len(steps) == 3:
+        import ray  # later than Ray's start: recjax refuses one that listened on all interfaces
         ray.kill(run.source.sampler._actors[0], no_restart=True)
     return next_groups(run, state, step)
 

@@ -277,7 +277,7 @@ def test_a_synchronous_run_imports_neither_ray_nor_torch(tiny):
     assert commands.run(["-c", program, *arguments]).returncode == 0
 
 
-def test_an_address_where_nobody_answers_is_refused(monkeypatch):
+def test_an_address_where_nobody_answers_is_refused(monkeypatch, prompt_generators):
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ValueError, match="regime.address = 'localhost:1': no Ray cluster answers there"):
