@@ -37,6 +37,7 @@ from recjax.config import (
 from recjax.config.fields import ConfigBlock, value_of
 from recjax.config.yaml_values import read_yaml_file
 from recjax.console import show_messages
+from recjax.errors import UserError
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import Record
@@ -166,7 +167,7 @@ def _with_task(
 ) -> Config:
     """The checked config, with names for the problems and the reward that a program passes."""
     for name in keys.keys() & _TRAINER.keys():
-        raise ValueError(f"{name}: recjax.run takes {_TRAINER[name]} instead; docs/coming_from.md lists other names")
+        raise UserError(name, f"recjax.run takes {_TRAINER[name]} instead", "docs/coming_from.md lists other names")
     keys = {name: str(value) if isinstance(value, Path) else value for name, value in keys.items()}
     if isinstance(weights := keys.get("task.reward_weights"), list | tuple):
         keys["task.reward_weights"] = named_weights(reward, weights)
@@ -176,7 +177,7 @@ def _with_task(
         source = str(config) if isinstance(config, str | Path) else "config"
         values = read_yaml_file(config) if isinstance(config, str | Path) else {} if config is None else config
         if not isinstance(values, Mapping):
-            raise ValueError(f"config = {config!r:.80}: takes a Config, a dict of its values or a YAML file")
+            raise UserError("config", "takes a Config, a dict of its values or a YAML file", value=config)
         config = make_config({"output": _UNNAMED} | dict(values), keys, source)
     task = config.task
     splits = problems if isinstance(problems, Mapping) else {"train": problems}
@@ -184,17 +185,18 @@ def _with_task(
         if "train" not in splits or not splits.keys() <= {"train", "evaluation", "test"}:
             split_names = ", ".join(map(repr, splits))
             remedy = "for columns, pass pandas.DataFrame(problems)"
-            raise ValueError(
-                f"problems: takes rows, or a mapping with train and evaluation (or test); got {split_names:.200};"
-                f" {remedy}"
+            raise UserError(
+                "problems",
+                "takes rows, or a mapping with train and evaluation (or test)",
+                f"got {split_names:.200}; {remedy}",
             )
         if task.file is None or task.file.train.partition(":")[0] != PASSED:
-            raise ValueError(f"problems: the config has the task {task.chosen()}; remove it, or pass no problems")
+            raise UserError("problems", f"the config has the task {task.chosen()}", "remove it, or pass no problems")
         names = {"evaluation" if name == "test" else name: keep_rows(rows) for name, rows in splits.items()}
         task = task.model_copy(update={"file": task.file.model_copy(update=names)})
     if reward is not None:
         if task.reward is not None and not task.reward.startswith(PYTHON):
-            raise ValueError(f"reward: the config has task.reward = {task.reward!r}; remove it, or pass no reward")
+            raise UserError("reward", f"the config has task.reward = {task.reward!r}", "remove it, or pass no reward")
         task = task.model_copy(update={"reward": passed_name(reward)})
     config = Config(**(dict(config) | {"task": task}))  # checks the task against other blocks
     if config.output != _UNNAMED:
@@ -340,7 +342,9 @@ class TrainedPolicy:
         records = []
         checked = _checked(prompts)
         if len(checked) != len(completions):
-            raise ValueError(f"{len(checked)} prompts and {len(completions)} completions; give one prompt for each")
+            raise UserError(
+                problem=f"{len(checked)} prompts and {len(completions)} completions", remedy="give one prompt for each"
+            )
         if not checked:
             return []
         for number, (prompt, completion) in enumerate(zip(checked, completions, strict=True)):

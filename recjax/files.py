@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 import filelock
 import xxhash
 
+from recjax.errors import UserError
+
 MANIFEST = "manifest.json"
 UNREADABLE = "recjax.unreadable"  # only key of an object in place of a cell that recjax cannot hold; the value says why
 _BLOCK = 2**20  # bytes read at a time
@@ -35,9 +37,10 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({error.strerror or error}); free disk space or grant write permission, and run"
-            " the same command again to continue"
+        raise UserError(
+            path,
+            f"cannot be written ({error.strerror or error})",
+            "free disk space or grant write permission, and run the same command again to continue",
         ) from error
 
 
@@ -185,21 +188,21 @@ def check_manifest(folder: Path) -> None:
         ValueError: the manifest or a file is missing or damaged; the message names the file and the problem.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist")
+        raise UserError(folder, "does not exist")
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"{folder} has no {MANIFEST}: writing was interrupted, or the file got lost later")
+        raise UserError(problem=f"{folder} has no {MANIFEST}: writing was interrupted, or the file got lost later")
     files = read_sealed(folder / MANIFEST)
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{folder / missing[0]} is missing")
+        raise UserError(folder / missing[0], "is missing")
     try:
         current = _sizes_and_digests(folder, list(files))
     except OSError as error:
-        raise ValueError(f"{error.filename or folder} cannot be read ({error.strerror or error})") from error
+        raise UserError(error.filename or folder, f"cannot be read ({error.strerror or error})") from error
     for name, (size, checksum) in zip(files, current, strict=True):
         if [size, checksum] != files[name]:
             change = f"it has {size} bytes, not {files[name][0]}" if size != files[name][0] else "its content changed"
-            raise ValueError(f"{folder / name} is damaged: {change}")
+            raise UserError(folder / name, f"is damaged: {change}")
 
 
 def _sizes_and_digests(folder: Path, names: list[str]) -> list[list[Any]]:
@@ -223,9 +226,9 @@ def read_sealed(path: Path) -> dict[str, Any]:
         content = sealed["content"]
         checksum = sealed["checksum"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it cannot be read ({type(error).__name__}: {error})") from error
+        raise UserError(path, f"is damaged: it cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(content, dict) or checksum != _json_digest(content):
-        raise ValueError(f"{path} is damaged: its content does not match its checksum")
+        raise UserError(path, "is damaged: its content does not match its checksum")
     return content
 
 

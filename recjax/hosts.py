@@ -23,6 +23,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
+from recjax.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -57,8 +59,8 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
     if processes == 1:
         return
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
-        raise ValueError(
-            f"--coordinator {coordinator}: has no port; give HOST:PORT of process 0, such as {coordinator}:8476"
+        raise UserError(
+            f"--coordinator {coordinator}", "has no port", f"give HOST:PORT of process 0, such as {coordinator}:8476"
         )
     # JAX aborts if a process is missing or comes twice, or if the port is in use. So recjax lets them meet before.
     if coordinator is not None and process_id in range(processes or 0):
@@ -87,9 +89,10 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
     except ValueError as error:
         if (coordinator, processes, process_id) == (None, None, None):
             return
-        raise ValueError(
-            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three;"
-            " or none on a TPU pod, or under SLURM, Open MPI or a Kubernetes job"
+        raise UserError(
+            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}",
+            f"{error} Give all three",
+            "or none on a TPU pod, or under SLURM, Open MPI or a Kubernetes job",
         ) from error
     finally:
         late.cancel()
@@ -120,8 +123,8 @@ def _receive_calls(coordinator: str, processes: int) -> None:
     try:
         listener = socket.create_server((host or "", port), family=family, dualstack_ipv6=dual)
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"--coordinator {coordinator}: process 0 cannot listen at this port ({error}); choose another one"
+        raise UserError(
+            f"--coordinator {coordinator}", f"process 0 cannot listen at this port ({error})", "choose another one"
         ) from error
     deadline = time.monotonic() + MEETING_SECONDS
     calls = []
@@ -152,7 +155,7 @@ def _receive_calls(coordinator: str, processes: int) -> None:
             with contextlib.suppress(OSError):  # the process may have ended
                 call.sendall(f"recjax {refusal}".encode())
     if refusal:
-        raise ValueError(refusal)
+        raise UserError(problem=refusal)
 
 
 def _call_first(coordinator: str, processes: int, process_id: int) -> None:
@@ -172,7 +175,7 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
                 call.settimeout(2 * MEETING_SECONDS)
                 name, _, refusal = call.makefile(errors="replace").read().partition(" ")
             if name == "recjax" and refusal:
-                raise ValueError(refusal)
+                raise UserError(problem=refusal)
             if name == "recjax":
                 return
         except (OSError, OverflowError) as error:
@@ -181,7 +184,9 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
             logger.info("waiting for process 0 at %s (%s)", coordinator, reason)
             shown = reason
         time.sleep(0.5)
-    raise ValueError(f"process 0 did not answer at {coordinator} within {MEETING_SECONDS} s ({shown}); {_CHECK}")
+    raise UserError(
+        problem=f"process 0 did not answer at {coordinator} within {MEETING_SECONDS} s ({shown})", remedy=_CHECK
+    )
 
 
 @contextlib.contextmanager
@@ -315,7 +320,9 @@ def agree(what: str, values: Mapping[str, Any]) -> None:
         if first.get(name) != theirs.get(name)
     ]
     if different:
-        raise ValueError(f"the processes of this run differ in {what} ({'; '.join(different)}); make them the same")
+        raise UserError(
+            problem=f"the processes of this run differ in {what} ({'; '.join(different)})", remedy="make them the same"
+        )
 
 
 @functools.cache  # a mesh is connected once

@@ -17,6 +17,7 @@ from typing import Any
 from absl import flags
 
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.files import json_text, write_whole
 from recjax.tasks.reading import read_file
 from recjax.training.kept_samples import folder_of
@@ -35,7 +36,7 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
     """
     rows = [row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")]
     if not rows:
-        raise ValueError(f"{folder_of(run)} holds no completions; set samples.every above 0 and train")
+        raise UserError(folder_of(run), "holds no completions", "set samples.every above 0 and train")
     return rows
 
 
@@ -97,7 +98,7 @@ def follow(runs: Sequence[Path], output: Path) -> int:
 def main(argv: list[str]) -> None:
     """Writes the page and prints its path."""
     if len(argv) not in (2, 3):
-        raise ValueError("give one run, or two to compare: python -m recjax.samples runs/NAME")
+        raise UserError(problem="give one run, or two to compare: python -m recjax.samples runs/NAME")
     runs = [Path(run) for run in argv[1:]]
     output = Path(FLAGS.output) if FLAGS.output else runs[0] / "samples.html"
     count = (follow if FLAGS.follow else write_page)(runs, output)

@@ -481,7 +481,7 @@ def test_a_call_honors_the_keys_that_it_takes_and_refuses_all_others(opened):
     for name, value in {"every": 3, "initial_kl": True, "max_completion_tokens": 3}.items():
         with pytest.raises(ValueError, match=f"{name} = .*: has no effect here .*samples, temperature"):
             policy.evaluate(**{name: value})
-    with pytest.raises(ValueError, match="stop string '12' must be exactly one token"):
+    with pytest.raises(ValueError, match="stop string '12': must be exactly one token"):
         policy.sample(["1+2="], stop=["12"])
 
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.experience.database import Unavailable, exists, store_name
 from recjax.experience.queue import Arrival
 from recjax.experience.records import Record
@@ -214,10 +215,13 @@ class Follower:
             for ours_last, theirs_last, deleted in zip(ours, theirs, have_deleted, strict=True)
         ]
         if last.completion < before.completion or last.reward < before.reward or any(is_lost):
-            raise ValueError(
-                f"has gone back to an earlier state: this run has read completions up to number {before.completion},"
-                f" and the store, which now ends at number {last.completion}, has lost or replaced some of them;"
-                " restore the newest backup, or give another output, to train on the store as it is"
+            raise UserError(
+                problem=(
+                    "has gone back to an earlier state: this run has read completions up to number"
+                    f" {before.completion}, and the store, which now ends at number {last.completion}, has lost or"
+                    " replaced some of them"
+                ),
+                remedy="restore the newest backup, or give another output, to train on the store as it is",
             )
 
     def _refresh(self) -> None:
@@ -232,8 +236,9 @@ class Follower:
             # A server of databases may not have the tables yet.
             self._store = Store(url_or_file, create="://" in url_or_file, follows=True)
         if self._resumed.get("store", "") not in ("", self._store.id):
-            raise ValueError(
-                "is another store than the one that this run has followed; restore that store, or give another output"
+            raise UserError(
+                problem="is another store than the one that this run has followed",
+                remedy="restore that store, or give another output",
             )
         last = self._store.last()
         before = self._read

@@ -9,6 +9,7 @@ from jaxtyping import Int, UInt8
 
 from recjax.config import Config
 from recjax.config.schema import MICRO_BATCH_TOKENS
+from recjax.errors import UserError
 from recjax.experience.batch import Batch, Shape
 
 TILE = 128  # accelerators compute attention in tiles of this many tokens
@@ -98,9 +99,11 @@ def row_shape(
         enough = longest * -(-together // multiple) * multiple
         room = f"{together} of the longest sequences, {longest} tokens each" if together > 1 else f"{longest} tokens"
         sharing = f" on each of {multiple} devices" if multiple > 1 else ""
-        raise ValueError(
-            f"training.tokens_per_micro_batch = {budget}: a micro-batch must have room for {room}{sharing}; raise it to"
-            f" {enough} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
+        raise UserError(
+            "training.tokens_per_micro_batch",
+            f"a micro-batch must have room for {room}{sharing}",
+            f"raise it to {enough} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens",
+            value=budget,
         )
     return RowShape(rows if sequences is None else min(rows, -(-sequences // multiple) * multiple), tokens)
 
@@ -182,11 +185,13 @@ def pack(
             if _first_fit(sequences, [unit], shape, 1) is not None:
                 break
             if not grow:
-                raise ValueError(
-                    f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
-                    f" tokens, but rows of {', '.join(str(lengths[index]) for index in unit)} tokens belong"
-                    f" to one {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
-                    " together; raise it"
+                raise UserError(
+                    "training.tokens_per_micro_batch",
+                    f"a micro-batch has room for {shape.rows} rows of {shape.tokens} tokens, but rows of"
+                    f" {', '.join(str(lengths[index]) for index in unit)} tokens belong to one"
+                    f" {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
+                    " together",
+                    "raise it",
                 )
             shape = shape._replace(rows=2 * shape.rows)
     most = most or -(-len(batch.completions) // shape.rows)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from recjax.errors import UserError
 from recjax.experience.group import Completion, Grade, Group, Row, Turn, recorded_from_bytes, recorded_to_bytes
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import problem_text
@@ -240,10 +241,11 @@ def groups_of(records: Iterable[Record]) -> list[Group]:
         prompt = group.prompt_tokens
         other_prompt = record.group.prompt_tokens
         if len(prompt) and len(other_prompt) and (len(prompt) != len(other_prompt) or (prompt != other_prompt).any()):
-            raise ValueError(
-                f"group {group.id!r}: rows {group.completions[0].id!r} and {record.completion.id!r} have different"
-                " prompts, and all completions in a group must answer the same prompt; import the rows as separate"
-                " groups"
+            raise UserError(
+                f"group {group.id!r}",
+                f"rows {group.completions[0].id!r} and {record.completion.id!r} have different prompts, and all"
+                " completions in a group must answer the same prompt",
+                "import the rows as separate groups",
             )
         groups[group.id] = group._replace(completions=(*group.completions, record.completion))
     return list(groups.values())

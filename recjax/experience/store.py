@@ -20,6 +20,7 @@ import sqlalchemy as sql
 import xxhash
 from filelock import Timeout
 
+from recjax.errors import UserError
 from recjax.experience.database import (
     MAKE,
     RESTORE,
@@ -204,14 +205,14 @@ class Store:
                             _STORE.insert(), dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True))
                         )
             if not sql.inspect(self._engine).has_table(_STORE.name):
-                raise ValueError(f"{self.name} is not an experience store; {MAKE}")
+                raise UserError(self.name, "is not an experience store", MAKE)
             with self._engine.connect() as connection:
                 # Other versions may lack the other columns.
                 self._check_version(connection.execute(sql.select(_STORE.c.version)).all())
                 for table in _TABLES.tables.values() if columns else ():
                     if lacks := [name for name in table.c.keys() if name not in columns.get(table.name, ())]:
                         problem = f"its table `{table.name}` has no column `{lacks[0]}`"
-                        raise ValueError(f"{self.name} is damaged: {problem}; {RESTORE}")
+                        raise UserError(self.name, f"is damaged: {problem}", RESTORE)
                 self.id = self._row(connection).id
         self._check_lasts()
         self.contents = self
@@ -254,9 +255,7 @@ class Store:
                 lock = self._file.with_name(f"{self._file.name}-server.lock")
                 self._reserved.enter_context(locked_file(lock, seconds=0))
             except Timeout:
-                raise ValueError(
-                    f"{self.name}: another server records there; give another file with --record"
-                ) from None
+                raise UserError(self.name, "another server records there", "give another file with --record") from None
 
     _said_unchecked = False  # that the database checks no pages
 
@@ -291,7 +290,7 @@ class Store:
             ValueError: the rows themselves are damaged, or the store is no file.
         """
         if not self._file:
-            raise ValueError(f"{self.name}: recjax rebuilds only the indexes of files; use the database's own REINDEX")
+            raise UserError(self.name, "recjax rebuilds only the indexes of files", "use the database's own REINDEX")
         with self._trying("written"), self._writing.begin() as connection:
             connection.exec_driver_sql("reindex")
         self.check_indexes()
@@ -543,7 +542,7 @@ class Store:
                 try:
                     groups.append(np.array([tuple(row[:size]) for row in page], columns))
                 except (ValueError, OverflowError) as error:  # a text that should be a number
-                    raise ValueError(f"{self.name} is damaged: {error}; {RESTORE}") from error
+                    raise UserError(self.name, f"is damaged: {error}", RESTORE) from error
                 sums = sums + np.array([row[size:] for row in page]).sum(axis=0)
         table = np.concatenate(groups)
         return table[np.argsort(table["first"])], sums if len(table) else np.zeros(2, int)
@@ -695,11 +694,12 @@ class Store:
 
     def _check_version(self, rows: Sequence[Any]) -> None:
         if len(rows) != 1:
-            raise ValueError(f"{self.name} is damaged: its table `store` has {len(rows)} rows, not one; {RESTORE}")
+            raise UserError(self.name, f"is damaged: its table `store` has {len(rows)} rows, not one", RESTORE)
         if rows[0].version != VERSION:
-            raise ValueError(
-                f"{self.name}: has store version {rows[0].version!r:.20}, and this recjax reads version {VERSION};"
-                " export it with the recjax that wrote it, and import it with python -m recjax.import_experience"
+            raise UserError(
+                self.name,
+                f"has store version {rows[0].version!r:.20}, and this recjax reads version {VERSION}",
+                "export it with the recjax that wrote it, and import it with python -m recjax.import_experience",
             )
 
     def _row(self, connection: sql.Connection, lock: bool = False) -> Any:
@@ -724,7 +724,7 @@ class Store:
         if connection.dialect.name == "postgresql":
             if long := [record for record in records if len(record.completion.id.encode()) > _LONGEST_ID]:
                 problem = f"has more than the {_LONGEST_ID} bytes that PostgreSQL can look up; give shorter ids"
-                raise ValueError(f"{self.name}: column id: {long[0].completion.id!r:.80}: {problem}")
+                raise UserError(self.name, f"column id: {long[0].completion.id!r:.80}: {problem}")
         try:
             self._insert(connection, COMPLETIONS, rows)
         except sql.exc.IntegrityError as error:
@@ -808,7 +808,7 @@ class Store:
 
     def _verify(self, row: Any, name: str) -> None:
         if _checksum(row[:-1]) != row[-1]:
-            raise ValueError(f"{self.name} is damaged: {name.format(row)} does not match its checksum; {RESTORE}")
+            raise UserError(self.name, f"is damaged: {name.format(row)} does not match its checksum", RESTORE)
 
     def _damaged_index(self, problem: str) -> ValueError:
         remedy = f"run python -m recjax.inspect_experience {self.name} --rebuild, which makes the indexes again"
@@ -819,7 +819,7 @@ class Store:
     def _check_count(self, began: Last, seen: int, expected: int, what: str) -> None:
         """Raises an error if rows are lost, unless a writer has changed the store during the read."""
         if seen != expected and self.last() == began:
-            raise ValueError(f"{self.name} is damaged: it has {seen} of {expected} {what}; {RESTORE}")
+            raise UserError(self.name, f"is damaged: it has {seen} of {expected} {what}", RESTORE)
 
     @contextlib.contextmanager
     def _trying(self, verb: str) -> Iterator[None]:
@@ -830,7 +830,7 @@ class Store:
             if not isinstance(error, sql.exc.SQLAlchemyError):
                 if verb == "written":
                     raise
-                raise ValueError(f"{self.name} is damaged: {error}; {RESTORE}") from error
+                raise UserError(self.name, f"is damaged: {error}", RESTORE) from error
             kind = Unavailable if is_unavailable(error) else ValueError
             raise kind(f"{self.name} cannot be {verb}: {explained(error, self.name)}") from error
 
@@ -851,9 +851,10 @@ class Store:
             return
         if identity == self.id and any(lost):
             gone = f"{lost[0]} completions, {lost[1]} rewards and {lost[2]} turns"
-            raise ValueError(
-                f"{self.name}: the last {gone} are gone, perhaps with the file {self._file}-wal; restore the files from"
-                f" a backup, or delete {path} to accept the loss"
+            raise UserError(
+                self.name,
+                f"the last {gone} are gone, perhaps with the file {self._file}-wal",
+                f"restore the files from a backup, or delete {path} to accept the loss",
             )
 
 

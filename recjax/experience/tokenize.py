@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recjax.errors import UserError
 from recjax.experience.group import Row
 from recjax.experience.records import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import render_chats, turn_end
@@ -66,17 +67,19 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
         completion = record.completion
         row_name = f"row {completion.id!r} of source {completion.source!r}"
         if record.tokenizer not in (None, name):
-            raise ValueError(
-                f"{row_name} has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name}); train"
-                " the model with that vocabulary, or import the texts without tokens"
+            raise UserError(
+                row_name,
+                f"has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name})",
+                "train the model with that vocabulary, or import the texts without tokens",
             )
         rows = completion.rows
         prompt_tokens = group.prompt_tokens
         if _lacks_prompt(record):
             if group.prompt == PROMPT_LEFT_OUT:
-                raise ValueError(
-                    f"{row_name}: its prompt was not recorded, so it cannot be trained on; remove the row, and record"
-                    " prompts"
+                raise UserError(
+                    row_name,
+                    "its prompt was not recorded, so it cannot be trained on",
+                    "remove the row, and record prompts",
                 )
             check_last_message(group.prompt, row_name)
             text = rendered[_chat_of(record)] if _is_chat(record) else group.prompt
@@ -128,12 +131,13 @@ def _completion_tokens(record: Record, prompt: np.ndarray, policy: Policy, text:
     try:
         tokens = encode_after(policy.tokenizer, prompt, text)
     except ValueError as error:
-        raise ValueError(
-            f"{row_name}: completion {completion.text!r:.80} has text outside the policy's vocabulary;"
-            " remove the row, or train a model with a larger vocabulary"
+        raise UserError(
+            row_name,
+            f"completion {completion.text!r:.80} has text outside the policy's vocabulary",
+            "remove the row, or train a model with a larger vocabulary",
         ) from error
     end = turn_end(policy.tokenizer) if _is_chat(record) else None
     tokens = [*tokens, *([] if completion.truncated else policy.stop_ids[:1] if end is None else [end])]
     if not tokens:
-        raise ValueError(f"{row_name}: the completion was cut off before its first token")
+        raise UserError(row_name, "the completion was cut off before its first token")
     return np.array(tokens, np.int32)

@@ -14,6 +14,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from recjax.errors import UserError
 from recjax.workers import CallFailed, Workers
 
 SECONDS = 30.0  # time limit of a call, which gets a hundredth of a second more for each chat
@@ -50,7 +51,10 @@ def render_chats(
             a limit.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; use an instruct model's, or give prompts as plain text")
+        raise UserError(
+            problem="the tokenizer has no chat template",
+            remedy="use an instruct model's, or give prompts as plain text",
+        )
     names = {name for chat_variables in variables or [] for name in chat_variables}
     check_variables(tokenizer, sorted(names), "chat_template_kwargs")
     common = tokenizer.special_tokens_map | tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
@@ -67,14 +71,14 @@ def render_chats(
         texts = _workers().call(_rendered, tokenizer.chat_template, requests, date, seconds=limit).result()
     except CallFailed as error:
         if error.reason == "timeout":
-            raise ValueError(f"{name} has not rendered {len(chats)} chats in {limit:.0f} s; {remedy}") from None
-        raise ValueError(f"{name} failed: it took all of its memory, or died; {remedy}") from None
+            raise UserError(name, f"has not rendered {len(chats)} chats in {limit:.0f} s", remedy) from None
+        raise UserError(problem=f"{name} failed: it took all of its memory, or died", remedy=remedy) from None
     except RecursionError:
-        raise ValueError(
-            f"{name} gets messages, tools or variables that are nested too deep; give flatter ones"
+        raise UserError(
+            name, "gets messages, tools or variables that are nested too deep", "give flatter ones"
         ) from None
     if isinstance(texts, str):
-        raise ValueError(f"{name} {texts}")
+        raise UserError(problem=f"{name} {texts}")
     return texts
 
 
@@ -136,9 +140,10 @@ def check_variables(tokenizer: PreTrainedTokenizerBase, variables: Iterable[str]
     """
     for name in variables:
         if name != "tools" and not reads_variable(tokenizer, name):
-            raise ValueError(
-                f"{location}.{name}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not read"
-                " it; correct the name, or remove it"
+            raise UserError(
+                f"{location}.{name}",
+                f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not read it",
+                "correct the name, or remove it",
             )
 
 

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
+from recjax.errors import UserError
 from recjax.files import whole_folder
 from recjax.hub.families import CONTAINERS, FIELDS, SILU, TEXT_MODULES, text_fields
 from recjax.hub.tokenizers import checked_links, listed_eos
@@ -43,7 +44,7 @@ def check_output(output: str | Path) -> None:
     """
     output = Path(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {str(output)!r} is not empty; name a new folder, or empty it")
+        raise UserError("--output", "is not empty", "name a new folder, or empty it", value=str(output))
 
 
 def export_model(
@@ -76,7 +77,7 @@ def export_model(
     check_output(output)
     checked_links(base)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
+        raise UserError(f"dtype {dtype!r}", "is not supported", f"use {', '.join(DTYPES)}")
     with whole_folder(Path(output)) as partial:
         for file in {file for pattern in COMPANION_FILES for file in base.glob(pattern)}:
             if file.is_file() and file.name != "config.json":
@@ -144,7 +145,7 @@ def write_base(
     text = settings.read_text(encoding="utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
     settings.write_text(text, encoding="utf-8")
     if read_config(folder) != config:
-        raise ValueError(f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
+        raise UserError(problem=f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
 
 
 def write_adapters(
@@ -170,9 +171,11 @@ def write_adapters(
     rows = fused_rows(plain)
     adapts_experts = config.experts is not None and not {"gate", "up", "down"}.isdisjoint(config.lora.targets)
     if adapts_experts and (config.experts.dense or config.experts.shared_size):
-        raise ValueError(
-            f"model.lora.targets = {list(config.lora.targets)}: PEFT reads no adapters of experts (gate, up, down) in"
-            " models with layers without experts or with an MLP next to them; export the merged model instead"
+        raise UserError(
+            f"model.lora.targets = {list(config.lora.targets)}",
+            "PEFT reads no adapters of experts (gate, up, down) in models with layers without experts or with an"
+            " MLP next to them",
+            "export the merged model instead",
         )
     if adapts_experts:
         targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
@@ -259,8 +262,8 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
                     for rows, array in zip(places[name], arrays, strict=True):
                         shard[name][rows] = array
                 if not np.isfinite(shard[name]).all():
-                    raise ValueError(
-                        f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32"
+                    raise UserError(
+                        f"tensor {name!r}", f"has values that {dtype} cannot hold", "export as bfloat16 or float32"
                     )
                 bar.update()
             write_tensors(folder / file, shard)

@@ -19,6 +19,7 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recjax import HIDES_TORCH
+from recjax.errors import UserError
 from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 
 # Wherever torch is installed, transformers imports it for tokenizers and configs, which takes 3 to 17 s; recjax needs
@@ -56,9 +57,10 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
     except LinkError:
         raise
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it"
-            f" ({str(error).splitlines()[0]}); give a local folder with config.json, weights and tokenizer.json"
+        raise UserError(
+            f"model {str(path)!r}",
+            f"is no local folder, and the Hugging Face hub did not serve it ({str(error).splitlines()[0]})",
+            "give a local folder with config.json, weights and tokenizer.json",
         ) from error
 
 
@@ -100,7 +102,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     """
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     if repeated or not characters:
-        raise ValueError(f"characters {characters!r} must name each character once; repeated: {repeated}")
+        raise UserError(f"characters {characters!r}", "must name each character once", f"repeated: {repeated}")
     vocabulary = {token: index for index, token in enumerate(["<eos>", *characters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -122,7 +124,7 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
     folder = model_folder(path)
     # Without this check, transformers may build an empty tokenizer from config.json.
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ValueError(f"{folder} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json there")
+        raise UserError(folder, "holds no tokenizer", "put the model's tokenizer.json and tokenizer_config.json there")
     check_configs(folder)
     _check_readable(folder)
     # A folder may enable clean_up_tokenization_spaces, which makes decoding drop spaces before punctuation.
@@ -131,7 +133,9 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
         # The Rust tokenizers raise a bare Exception for a damaged file.
-        raise ValueError(f"the tokenizer in {folder} cannot be read ({error}); fetch its files again") from error
+        raise UserError(
+            problem=f"the tokenizer in {folder} cannot be read ({error})", remedy="fetch its files again"
+        ) from error
     tokenizer.init_kwargs.pop(CHAT_DATE, None)  # a saved tokenizer may contain an old date
     if reads_clock(folder):
         tokenizer.init_kwargs[CHAT_DATE] = chat_date or date.today().isoformat()
@@ -153,9 +157,10 @@ def _check_readable(folder: Path) -> None:
         is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", file.readline(1000)) is not None
     package = "tiktoken" if is_tiktoken else "sentencepiece"
     if importlib.util.find_spec(package) is None:
-        raise ValueError(
-            f"{folder} holds its tokenizer only as tokenizer.model, and the package {package} that reads it is not"
-            f" installed; pip install {package}, or put the model's tokenizer.json there"
+        raise UserError(
+            folder,
+            f"holds its tokenizer only as tokenizer.model, and the package {package} that reads it is not installed",
+            f"pip install {package}, or put the model's tokenizer.json there",
         )
 
 
@@ -168,16 +173,18 @@ def check_configs(folder: Path) -> None:
     for file in filter(Path.is_file, (folder / "config.json", folder / "generation_config.json")):
         if (size := file.stat().st_size) > _CONFIG_BYTES:
             problem = f"has {size} bytes, and a model's has {_CONFIG_BYTES} at most"
-            raise ValueError(f"{file}: {problem}; fetch the file again, or remove long lists such as eos_token_id")
+            raise UserError(file, problem, "fetch the file again, or remove long lists such as eos_token_id")
     for file in sorted(folder.glob("*config*.json")):
         try:
             fields = json.loads(file.read_text(encoding="utf-8-sig"))
         except (ValueError, OSError, RecursionError):
             continue  # the code that needs this file reports the error
         if isinstance(fields, dict) and fields.get("auto_map"):
-            raise ValueError(
-                f"{file}: auto_map = {fields['auto_map']!r:.200} asks for Python code of the model's own, which recjax"
-                " never runs; use a model of a supported family, and remove auto_map if its code is not needed"
+            raise UserError(
+                file,
+                f"auto_map = {fields['auto_map']!r:.200} asks for Python code of the model's own, which recjax"
+                " never runs",
+                "use a model of a supported family, and remove auto_map if its code is not needed",
             )
 
 
@@ -201,13 +208,14 @@ def stop_token_ids(
         tokens = encode_after(tokenizer, (), text, "stop string")
         # The second test refuses text that encodes to the unknown token.
         if len(tokens) != 1 or token_texts(tokenizer, tokens) != [text]:
-            raise ValueError(
-                f"stop string {text!r} must be exactly one token, but this tokenizer reads it as "
-                f"{tokenizer.convert_ids_to_tokens(tokens)}; choose a single token"
+            raise UserError(
+                f"stop string {text!r}",
+                f"must be exactly one token, but this tokenizer reads it as {tokenizer.convert_ids_to_tokens(tokens)}",
+                "choose a single token",
             )
         ids += tokens
     if not ids:
-        raise ValueError("the tokenizer has no end-of-sequence token; name at least one stop string")
+        raise UserError(problem="the tokenizer has no end-of-sequence token", remedy="name at least one stop string")
     return tuple(dict.fromkeys(ids))
 
 
@@ -221,10 +229,10 @@ def listed_eos(folder: Path) -> list[int]:
         try:
             eos = json.loads(file.read_text(encoding="utf-8-sig")).get("eos_token_id")
         except (ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{file} cannot be read ({error}); correct it or fetch the file again") from error
+            raise UserError(file, f"cannot be read ({error})", "correct it or fetch the file again") from error
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-            raise ValueError(f"{file}: eos_token_id = {eos!r:.200}: takes a token id or a list of them; correct it")
+            raise UserError(f"{file}: eos_token_id", "takes a token id or a list of them", "correct it", value=eos)
         return ids
     return []
 
@@ -305,7 +313,7 @@ def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str,
             raise
         elif text:
             problem = f"{problem}: {_unknown_characters(tokenizer, text)!r}"
-        raise ValueError(f"{text_name} {problem}") from error
+        raise UserError(problem=f"{text_name} {problem}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -467,7 +475,7 @@ def encode_prompts(
         ids = _encode(tokenizer, prompt, f"prompt {index},")
         encoded.append(ids if is_rendered or ids[:1] == prefix else prefix + ids)
         if not encoded[-1]:
-            raise ValueError(f"prompt {index}, {prompt!r}, has no tokens; a prompt needs at least one")
+            raise UserError(problem=f"prompt {index}, {prompt!r}, has no tokens", remedy="a prompt needs at least one")
         check_embedded(tokenizer, encoded[-1], vocabulary, f"prompt {index}, {prompt!r:.80}")
     return encoded
 
@@ -485,9 +493,11 @@ def check_embedded(
     """
     if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
         return
-    raise ValueError(
-        f"{source}: token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
+    raise UserError(
+        source,
+        f"token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
         f" {tokenizer.name_or_path or 'memory'} has an embedding of {vocabulary} tokens and a tokenizer of"
-        f" {len(tokenizer)}; take the tokenizer that belongs to the weights, resize the embedding"
-        " (transformers' resize_token_embeddings), or remove the token from the text"
+        f" {len(tokenizer)}",
+        "take the tokenizer that belongs to the weights, resize the embedding (transformers'"
+        " resize_token_embeddings), or remove the token from the text",
     )

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from recjax.algorithms.options import require
 from recjax.config import Config
 from recjax.config.model import POLICY
+from recjax.errors import UserError
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teacher_prompts, with_top_tokens
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
@@ -239,7 +240,7 @@ def plan(config: Config, target: Target) -> Plan:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     model, _, prompt_tokens, _, missing = resolve_shapes(config)
     if model is None or prompt_tokens is None:
-        raise ValueError("; ".join([*missing, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
+        raise UserError(problem="; ".join([*missing, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
     decoder = model.decoder
     options = kernel_options(config.model, decoder.config, decoder.dtype, target.devices[0])
     model = model._replace(decoder=decoder.clone(**options))

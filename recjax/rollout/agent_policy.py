@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from recjax.config import Config
-from recjax.errors import shown
+from recjax.errors import UserError, shown
 from recjax.grading.thinking import after_thoughts, whole_reply
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
@@ -88,14 +88,14 @@ def token_ids(prompt: Any) -> Int[np.ndarray, " prompt_time"]:
     """
     remedy = "give a text or a one-dimensional sequence of token ids"
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        raise ValueError("policy.complete: the prompt is a list of messages; call policy.chat")
+        raise UserError("policy.complete", "the prompt is a list of messages", "call policy.chat")
     try:
         ids = np.asarray(prompt)
     except Exception as error:
-        raise ValueError(f"policy.complete: the prompt is no array of token ids ({error}); {remedy}") from error
+        raise UserError("policy.complete", f"the prompt is no array of token ids ({error})", remedy) from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         problem = f"the prompt is {shown(prompt, 80)}, an array of shape {ids.shape} and dtype {ids.dtype}"
-        raise ValueError(f"policy.complete: {problem}; {remedy}")
+        raise UserError("policy.complete", problem, remedy)
     return ids
 
 
@@ -128,7 +128,7 @@ class Seats:
         """
         if name not in self.players:
             known = ", ".join(filter(None, self.players)) or "no seats"
-            raise ValueError(f"policy.seat({name!r}): task.seats has {known}; add {name} there")
+            raise UserError(f"policy.seat({name!r})", f"task.seats has {known}", f"add {name} there")
         return self.players[name]
 
     def __getattr__(self, name: str) -> Any:
@@ -268,10 +268,10 @@ class AgentPolicy:
         """
         stop = [stop] if isinstance(stop, str) else list(stop or ())
         if "" in stop:
-            raise ValueError(f"stop = {stop!r}: an empty string would end every reply; remove it")
+            raise UserError("stop", "an empty string would end every reply", "remove it", value=stop)
         if max_tokens is not None and (not isinstance(max_tokens, int | np.integer) or max_tokens < 1):
             remedy = "takes a whole number from 1, or None for rollout.max_completion_tokens"
-            raise ValueError(f"max_tokens = {shown(max_tokens, 80)}: {remedy}")
+            raise UserError("max_tokens", remedy, value=max_tokens)
         if isinstance(prompt, str):
             text = prompt
             ids = self.trajectory.tokens_of(text, rendered)
@@ -318,7 +318,7 @@ class AgentPolicy:
         if not is_reward(value):
             raise InvalidReward(f"policy.reward({shown(value)}): takes a finite number of at most {MOST_REWARD:g}")
         if not self.trajectory.turns:
-            raise ValueError(f"policy.reward({value!r}): the policy has not replied yet; call policy.chat first")
+            raise UserError(f"policy.reward({value!r})", "the policy has not replied yet", "call policy.chat first")
         turn = len(self.trajectory.turns) - 1 if reply is None else reply.turn
         self.rewards[turn] = self.rewards.get(turn, 0.0) + float(value)
 

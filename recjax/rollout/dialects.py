@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recjax.errors import UserError
 from recjax.models.sampling import Sampling
 from recjax.rollout import named_agents
 
@@ -298,7 +299,7 @@ def dialect_of(name: str) -> Dialect:
         return DIALECTS.get(name, Dialect(name))
     dialect = named_agents.named("rollout.engine.dialect", name)
     if not isinstance(dialect, Dialect):
-        raise ValueError(
-            f"rollout.engine.dialect = {name!r}: must be a recjax.rollout.dialects.Dialect, not {dialect!r:.60}"
+        raise UserError(
+            "rollout.engine.dialect", f"must be a recjax.rollout.dialects.Dialect, not {dialect!r:.60}", value=name
         )
     return dialect

@@ -20,6 +20,7 @@ import jax
 
 from recjax import hosts
 from recjax.config import Config, RegimeConfig
+from recjax.errors import UserError
 from recjax.models.placement import params_on_host
 
 AT_A_TIME = 2  # batches per generator: one is sampled while the second is graded or waits
@@ -88,7 +89,7 @@ def require_ray(config: Config) -> None:
     if config.regime.address is None:
         keep_ray_on_loopback()
     if hosts.any_says(hosts.is_first() and importlib.util.find_spec("ray") is None):
-        raise ValueError("regime.mode = 'async': needs Ray; pip install -e \".[async]\"")
+        raise UserError("regime.mode = 'async'", "needs Ray", 'pip install -e ".[async]"')
 
 
 class Generators:
@@ -136,10 +137,12 @@ class Generators:
         self._ray = ray
         self._begun_here = not ray.is_initialized()
         if self._begun_here and self._regime.address is None and _ONLY_LOOPBACK not in os.environ:
-            raise ValueError(
-                "regime.mode = 'async': ray was imported before recjax started it, and would listen on all interfaces"
-                f" without a token of this run; set the variables {_ONLY_LOOPBACK}=0, RAY_AUTH_MODE=token and"
-                " RAY_AUTH_TOKEN before that import, import ray later, or call ray.init yourself"
+            raise UserError(
+                "regime.mode = 'async'",
+                "ray was imported before recjax started it, and would listen on all interfaces without a token of"
+                " this run",
+                f"set the variables {_ONLY_LOOPBACK}=0, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before that import,"
+                " import ray later, or call ray.init yourself",
             )
         if self._begun_here:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -158,7 +161,7 @@ class Generators:
                     ray.init(address, **quiet)
                 except OSError as error:
                     message = f"regime.address = {address!r}: no Ray cluster answers there ({error})"
-                    raise ValueError(message + "; start one with `ray start --head`, or remove it") from error
+                    raise UserError(problem=message + "; start one with `ray start --head`, or remove it") from error
 
     def __exit__(self, *exception: object) -> None:
         """Ends the generators even while they sample, and shuts Ray down if this context started it."""

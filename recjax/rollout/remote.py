@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.experience.group import LOWEST_LOGPROB, Completion, Group, Row, sets_from_lists, top_from_lists
 from recjax.experience.records import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
@@ -195,9 +196,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
             words = str(parsed.get("message", words))[:300] if isinstance(parsed, dict) else words
         if reply.is_success and (not reply.text or "success" in reply.text.lower()):  # vLLM's replies are no JSON
             return
-        raise ValueError(
-            f"{self.server.named}: the server did not take new weights ({path} with {body}, status {reply.status_code}:"
-            f" {words}), so {unknown}"
+        raise UserError(
+            self.server.named,
+            f"the server did not take new weights ({path} with {body}, status {reply.status_code}: {words}), so"
+            f" {unknown}",
         )
 
     def sample_tokens(
@@ -262,10 +264,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
             tries += 1
             retries -= bool(wrong)
             if retries < 0:
-                raise ValueError(
-                    f"{self.server.named}: a prompt has {len(completions)} of {draw.count} completions after"
-                    f" {self._retries + 1} unusable replies, the last with {wrong[-1]}; correct the server, or raise"
-                    " rollout.engine.retries if it recovers by itself"
+                raise UserError(
+                    self.server.named,
+                    f"a prompt has {len(completions)} of {draw.count} completions after {self._retries + 1}"
+                    f" unusable replies, the last with {wrong[-1]}",
+                    "correct the server, or raise rollout.engine.retries if it recovers by itself",
                 )
         return completions
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from recjax.errors import UserError
 from recjax.experience.database import Unavailable
 from recjax.experience.feedback import known_turns
 from recjax.experience.group import Grade
@@ -93,9 +94,10 @@ class Recorder:
                     continue
                 turn = record_from_plain(plain["turn"])
                 if turn.tokenizer != self.tokenizer_name:
-                    raise ValueError(
-                        f"{options.store}: session {name!r} is of another model's vocabulary; start the server with"
-                        " that model once, or give another store with --record"
+                    raise UserError(
+                        options.store,
+                        f"session {name!r} is of another model's vocabulary",
+                        "start the server with that model once, or give another store with --record",
                     )
                 self._add(name, turn, plain["prompt"])
             self._held = opened.pop_all()

@@ -17,6 +17,7 @@ import numpy as np
 
 from recjax.algorithms.options import require
 from recjax.config import Config, GradingConfig, MixedTask, OneTask
+from recjax.errors import UserError
 from recjax.tasks import gym, mathematics, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
@@ -75,10 +76,10 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         problems = list(itertools.chain(*splits))
         is_shown = pool == "train" and config.warm_start and not config.demonstrations and splits[0]
         if is_shown and not any(problem.answer for problem in splits[0]):
-            raise ValueError("warm_start: trains on answers, and no problem has one; remove it, or give answers")
+            raise UserError("warm_start", "trains on answers, and no problem has one", "remove it, or give answers")
         if clash := reward.weights.keys() & rewards.keys():
             key = f"task.mixture.{min(clash)}"
-            raise ValueError(f"{key}: a part of the reward {reward.name} has the same name; rename the task")
+            raise UserError(key, f"a part of the reward {reward.name} has the same name", "rename the task")
         with _naming(name):
             rewards[name] = with_columns(reward, *splits)
             _check_parts(config, name, rewards[name], problems)
@@ -202,9 +203,12 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
     for name, share in config.task.shares().items():
         if counts[name] < math.ceil(share * needed - 1e-9):
             task, share = (f"task {name}", f", times its share {share:.3g}") if name else ("task", "")
-            raise ValueError(
-                f"the {task} has {counts[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
-                f" {needed:g}{share}; {remedy}"
+            raise UserError(
+                problem=(
+                    f"the {task} has {counts[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
+                    f" {needed:g}{share}"
+                ),
+                remedy=remedy,
             )
 
 
@@ -229,7 +233,7 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
             reward.function([""] * len(answers), answers, answers)
         except ValueError as error:
             remedy = "correct the answer, or name another task.reward"
-            raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
+            raise UserError("task.reward", f"{str(error):.300}", remedy, value=reward.name) from error
 
 
 def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
@@ -289,10 +293,11 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
             count += size
     hint = ", or evaluate on all of them with recjax.evaluate --all" if pool == "held_out" else ""
     if pool != "all" and count < (config.evaluation.problems or 1):
-        raise ValueError(
-            f"evaluation.problems = {config.evaluation.problems}: of the task's {len(problems)} problems {count} are"
-            f" held out, a third and at most {MOST_HELD_OUT}; set at most that number, give the task evaluation data of"
-            f" its own{hint}, or add problems"
+        raise UserError(
+            "evaluation.problems",
+            f"of the task's {len(problems)} problems {count} are held out, a third and at most {MOST_HELD_OUT}",
+            f"set at most that number, give the task evaluation data of its own{hint}, or add problems",
+            value=config.evaluation.problems,
         )
     if pool != "all" and config.evaluation.problems is None and count < config.evaluation.most_problems:
         logger.info("evaluating on %d held-out problems, a third of the task's %d%s", count, len(problems), hint)

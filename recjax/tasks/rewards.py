@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from recjax.errors import UserError
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 
 # Thousands separators belong to the number: the last number of "1,234" is not 234. Longer exponents do not match.
@@ -60,7 +61,7 @@ def _compared(
 ) -> list[float]:
     expected = [number_in(answer) for answer in answers]
     if None in expected:
-        raise ValueError(f"{need}; got {answers[expected.index(None)]!r}")
+        raise UserError(problem=need, remedy=f"got {answers[expected.index(None)]!r}")
     return [float(number_in(text) == number) for text, number in zip(completions, expected, strict=True)]
 
 

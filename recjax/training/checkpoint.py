@@ -20,6 +20,7 @@ from recjax import files, hosts
 from recjax.algorithms.options import did_you_mean
 from recjax.cache import cache_folder
 from recjax.config import Config, TrainingConfig
+from recjax.errors import UserError
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.records import groups_from_bytes, groups_to_bytes
 from recjax.files import short_error
@@ -79,9 +80,10 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
             files.write_manifest(folder / str(state.step))
     except Exception as error:
         # Tensorstore raises its own exception types, for example for a full disk.
-        raise ValueError(
-            f"{folder}: the checkpoint of step {state.step} cannot be written ({short_error(error)}); free space, or"
-            " allow writing there; the same command then resumes from the previous checkpoint"
+        raise UserError(
+            folder,
+            f"the checkpoint of step {state.step} cannot be written ({short_error(error)})",
+            "free space, or allow writing there; the same command then resumes from the previous checkpoint",
         ) from error
     hosts.wait_for_all("the checkpoint's manifest")
     best = training.keep_best and hosts.from_first(lambda: best_step(folder.parent, training.keep_best))
@@ -144,7 +146,7 @@ def best_step(run: Path, metric: str) -> int:
     # Only evaluations have metrics before the first step.
     if not values and (len(rows) > 1 or name.startswith("evaluation/")):
         remedy = f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}"
-        raise ValueError(f"metric {metric!r} (training.keep_best): {remedy}")
+        raise UserError(f"metric {metric!r} (training.keep_best)", remedy)
     return max(values, key=lambda step: -values[step] if metric != name else values[step], default=0)
 
 
@@ -161,9 +163,10 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     name = f"{manager.directory}: the checkpoint of step {step}"
     plain = progress(Path(manager.directory), step)
     if plain.get("format") != CHECKPOINT_FORMAT:
-        raise ValueError(
-            f"{name} has the format of another version of recjax; resume the run with the recjax that wrote it, or"
-            " give another output=…"
+        raise UserError(
+            name,
+            "has the format of another version of recjax",
+            "resume the run with the recjax that wrote it, or give another output=…",
         )
     copied, in_batch = ((Path(manager.directory) / str(step) / item).exists() for item in (COPY, BATCH))
     items = {
@@ -176,8 +179,8 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:
         # The manifest was checked, so the cause is the model or the code.
-        raise ValueError(
-            f"{name} cannot be read ({short_error(error)}); if the model or the problems have changed, restore them"
+        raise UserError(
+            name, f"cannot be read ({short_error(error)})", "if the model or the problems have changed, restore them"
         ) from error
     groups = np.asarray(restored["groups"]["parquet"]).tobytes() if plain["groups"] else b""
     batch = restored[BATCH] if in_batch else {}
@@ -213,7 +216,7 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
             state = checkpointer.restore(folder.absolute(), args=arguments)["optimizer_state"]
     except Exception as error:
         remedy = "set optimizer.state=new to begin with a new state"
-        raise ValueError(f"{folder}: its optimizer state does not fit ({short_error(error)}); {remedy}") from error
+        raise UserError(folder, f"its optimizer state does not fit ({short_error(error)})", remedy) from error
     begins = (optax.ScaleByScheduleState, Averaged) if new_average else optax.ScaleByScheduleState
     is_new = lambda node: isinstance(node, begins)  # noqa: E731
     return jax.tree.map(lambda new, old: new if is_new(new) else old, fresh, state, is_leaf=is_new)
@@ -241,12 +244,12 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: it cannot be read ({error})") from error
+        raise UserError(path, f"is damaged: it cannot be read ({error})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it is not a JSON object")
+        raise UserError(path, "is damaged: it is not a JSON object")
     if content.get("step", step) != step:
-        raise ValueError(
-            f"{folder / str(step)} is a copy of the checkpoint of step {content['step']}; delete it, or rename it"
+        raise UserError(
+            folder / str(step), f"is a copy of the checkpoint of step {content['step']}", "delete it, or rename it"
         )
     return content
 
@@ -269,10 +272,12 @@ def check_data(config: Config, step: int, data: dict[str, str], output: Path | N
         if known.get(name, digest) != digest
     ]
     if changed:
-        raise ValueError(
-            f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}. Restore"
-            f" the data{rates}, or continue with the new data in a new run: another output=… with"
-            f" model.run={config.output!r}"
+        raise UserError(
+            problem=(
+                f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}."
+                f" Restore the data{rates}, or continue with the new data in a new run: another output=… with"
+                f" model.run={config.output!r}"
+            )
         )
 
 
@@ -293,7 +298,7 @@ def check_weight_digests(config: Config, step: int, weights: dict[str, str], rea
         words = f"{name}: the weights changed since this run began ({known[name]} then, {weights[name]} now)"
         is_stored = config.warm_start is None and (config.model.path is not None or config.model.run is not None)
         if name != BASE or (read and is_stored):
-            raise ValueError(f"{words}; restore them, or begin again with --overwrite or another output=…")
+            raise UserError(problem=words, remedy="restore them, or begin again with --overwrite or another output=…")
         logger.warning("%s; the run keeps the weights of its checkpoint", words)
 
 

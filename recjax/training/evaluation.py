@@ -18,6 +18,7 @@ from recjax import hosts
 from recjax.cache import cache_folder
 from recjax.config import Config, EvaluationConfig
 from recjax.console import progress_bar
+from recjax.errors import UserError
 from recjax.experience.batch import answered_shape, pad
 from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import freely_routed, score
@@ -110,9 +111,11 @@ def answered(
             held = None
             yield answers
     if held and sum(len(answers.groups) for answers in held) * settings.samples > 1:
-        raise ValueError(
-            f"task.agent = {config.task.agent!r}: all agents of the evaluation failed, the last with"
-            f" {agents.last_failure}; correct the agent, or set task.agent_failure_reward"
+        raise UserError(
+            "task.agent",
+            f"all agents of the evaluation failed, the last with {agents.last_failure}",
+            "correct the agent, or set task.agent_failure_reward",
+            value=config.task.agent,
         )
     yield from held or ()
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
+from recjax.errors import UserError
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.group import has_sets
 from recjax.files import digest, json_text, write_whole, writing
@@ -225,9 +226,10 @@ def _row(line: bytes, location: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error)
     if reason:
-        raise ValueError(
-            f"{location} is not a row of metrics ({reason}): {line[:60]!r}; restore the file from a copy, or remove the"
-            " line; a run resumes without it"
+        raise UserError(
+            location,
+            f"is not a row of metrics ({reason}): {line[:60]!r}",
+            "restore the file from a copy, or remove the line; a run resumes without it",
         )
     return {name: value for name, value in row.items() if value is not None}
 

@@ -20,6 +20,7 @@ from recjax.config import PASSED, Config, ModelConfig, make_config, unknown_keys
 from recjax.config.model import POLICY
 from recjax.config.yaml_values import read_yaml_file
 from recjax.console import progress_bar, under_way
+from recjax.errors import UserError
 from recjax.files import check_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.export import COMPANION_FILES, check_output, export_model, write_adapters, write_base
@@ -132,7 +133,7 @@ def _untrained_policy(config: Config) -> OpenedPolicy:
     stage = Path(config.output) / FOLDER
     step = config.warm_start.steps
     if step not in steps_of(stage / "checkpoints"):
-        raise ValueError(f"{stage} holds no finished warm start; train this config first")
+        raise UserError(stage, "holds no finished warm start", "train this config first")
     policy, read_params = checkpoint_reader(stage, config)
     return OpenedPolicy(name, policy, put_params(read_params(step)))
 
@@ -230,11 +231,16 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
         for keys in ({"path", "decoder"}, {"lora", "freeze"})
     )
     if shapes and (model.path or model.decoder):
-        raise ValueError(f"model.run = {model.run!r} has another model ({shapes}); remove model.path or model.decoder")
+        raise UserError(
+            "model.run", f"has another model ({shapes})", "remove model.path or model.decoder", value=model.run
+        )
     if trained and config.optimizer.state == "run":
-        raise ValueError(
-            f"model.run = {model.run!r} trained other parameters (model.{trained}), and its optimizer state does not"
-            " fit; set optimizer.state=new to begin with a new state, or train the same parameters"
+        raise UserError(
+            problem=(
+                f"model.run = {model.run!r} trained other parameters (model.{trained}), and its optimizer state does"
+                " not fit"
+            ),
+            remedy="set optimizer.state=new to begin with a new state, or train the same parameters",
         )
     start = {"run": f"{run}/checkpoints/{step}", "path": theirs.model.path, "decoder": decoder}
     return config.model_copy(update={"model": model.model_copy(update=start)})
@@ -275,9 +281,11 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     base = fields.get("base_model_name_or_path")
     revision = fields.get("revision") or "main"
     if model.path is None and (not base or revision != "main"):
-        raise ValueError(
-            f"model.adapter = {model.adapter!r}: its base is {base!r}, revision {revision!r}; set model.path to a"
-            " folder with that model"
+        raise UserError(
+            "model.adapter",
+            f"its base is {base!r}, revision {revision!r}",
+            "set model.path to a folder with that model",
+            value=model.adapter,
         )
     if base and model.path and base != model.path and Path(base).absolute() != Path(model.path).absolute():
         logger.warning(
@@ -288,9 +296,11 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     if model.merge_adapter:
         return model
     if model.lora not in (None, lora):
-        raise ValueError(
-            f"model.lora = {model.lora.model_dump()}: model.adapter = {model.adapter!r} has {lora.model_dump()}; remove"
-            " model.lora to train the adapter further, or set model.merge_adapter=true to train new adapters"
+        raise UserError(
+            "model.lora",
+            f"model.adapter = {model.adapter!r} has {lora.model_dump()}",
+            "remove model.lora to train the adapter further, or set model.merge_adapter=true to train new adapters",
+            value=model.lora.model_dump(),
         )
     return model.model_copy(update={"lora": lora})
 
@@ -338,9 +348,11 @@ def reference_params(config: Config, policy: Policy) -> dict:
     plain = dataclasses.replace(policy.decoder.config, lora=None)
     theirs = dataclasses.replace(opened.policy.decoder.config, lora=None)
     if theirs != plain or opened.policy.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ValueError(
-            f"model.reference = {config.model.reference!r}: its shape or tokenizer differs from the policy's"
-            f" ({theirs} there, {plain} here); choose a reference with the policy's shape and tokenizer"
+        raise UserError(
+            "model.reference",
+            f"its shape or tokenizer differs from the policy's ({theirs} there, {plain} here)",
+            "choose a reference with the policy's shape and tokenizer",
+            value=config.model.reference,
         )
     if config.model.lora is None:
         return opened.params
@@ -377,9 +389,10 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
     theirs = opened.policy.tokenizer.get_vocab()
     ours = policy.tokenizer.get_vocab()
     if theirs != ours:
-        raise ValueError(
-            f"{key}: its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries; a"
-            " teacher scores the policy's tokens, so choose a teacher with the same tokenizer"
+        raise UserError(
+            key,
+            f"its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries",
+            "a teacher scores the policy's tokens, so choose a teacher with the same tokenizer",
         )
     check_teacher(config, opened.policy.decoder.config, policy.decoder.config)
     return Teacher(teacher_decoder(config).clone(config=opened.policy.decoder.config), opened.params)
@@ -388,10 +401,12 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
 def check_teacher(config: Config, theirs: DecoderConfig, ours: DecoderConfig) -> None:
     """Refuses a teacher with more or fewer logits than the policy, if the algorithm compares their distributions."""
     if config.algorithm.build().teacher_divergence is not None and theirs.vocab_size != ours.vocab_size:
-        raise ValueError(
-            f"model.teacher = {config.model.teacher!r}: has {theirs.vocab_size} logits and the policy"
-            f" {ours.vocab_size}, so algorithm.teacher_divergence cannot compare them; choose a teacher with as many,"
-            " or set algorithm.distillation, which reads only the sampled tokens"
+        raise UserError(
+            "model.teacher",
+            f"has {theirs.vocab_size} logits and the policy {ours.vocab_size}, so algorithm.teacher_divergence"
+            " cannot compare them",
+            "choose a teacher with as many, or set algorithm.distillation, which reads only the sampled tokens",
+            value=config.model.teacher,
         )
 
 
@@ -403,7 +418,7 @@ def run_config(run: Path) -> Config:
     """
     path = run / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"run {str(run)!r} holds no config.yaml; name the output folder of a training run")
+        raise UserError(f"run {str(run)!r}", "holds no config.yaml", "name the output folder of a training run")
     try:
         values = read_yaml_file(path)
         unknown = unknown_keys(values)
@@ -485,7 +500,7 @@ def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
             raise ValueError(f"{folder}/best: {error}") from error
     step = step if step is None else int(step)
     if not steps:
-        raise ValueError(f"run {str(run)!r} holds no checkpoint yet; its first is written before its first step")
+        raise UserError(f"run {str(run)!r}", "holds no checkpoint yet", "its first is written before its first step")
     if step is None:
         step, damaged = newest_whole(folder)
         if step is None:
@@ -493,7 +508,7 @@ def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
         for left_out, reason in damaged.items():
             logger.warning("checkpoint of step %d: %s; that of step %d is taken", left_out, reason, step)
     elif step not in steps:
-        raise ValueError(f"step {step}: {folder} holds the steps {', '.join(map(str, steps))}; name one of them")
+        raise UserError(f"step {step}", f"{folder} holds the steps {', '.join(map(str, steps))}", "name one of them")
     else:
         try:
             check_manifest(folder / str(step))
@@ -519,7 +534,7 @@ def _read_whole(run: Path, config: Config, step: int | str | None, read: Callabl
                 raise
             if step not in (None, "best") or tries == 1:
                 remedy = "raise training.keep_checkpoints, or read it again"
-                raise ValueError(f"{folder}: the run deleted this checkpoint during the read; {remedy}") from error
+                raise UserError(folder, "the run deleted this checkpoint during the read", remedy) from error
 
 
 def _restored(run: Path, step: int, like: dict) -> dict:
@@ -532,9 +547,11 @@ def _restored(run: Path, step: int, like: dict) -> dict:
     for path, leaf in flatten(like).items():
         shape = flatten(params)[path].shape
         if shape != leaf.shape:
-            raise ValueError(
-                f"{run}, step {step}: {path} has shape {shape} in the checkpoint, but the model that config.yaml"
-                f" describes has {leaf.shape} there; put the model or the problems back as they were in training"
+            raise UserError(
+                f"{run}, step {step}",
+                f"{path} has shape {shape} in the checkpoint, but the model that config.yaml describes has"
+                f" {leaf.shape} there",
+                "put the model or the problems back as they were in training",
             )
     return params
 
@@ -574,18 +591,20 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
 def _export_adapters(run: Path, output: Path, step: int | None) -> int:
     config = run_config(run)
     if not (config.model.lora and config.model.path):
-        raise ValueError(
-            f"--adapters: {str(run)!r} did not train adapters (model.lora) of a model in a folder or on the hub"
-            " (model.path); remove --adapters to export the whole model"
+        raise UserError(
+            "--adapters",
+            f"{str(run)!r} did not train adapters (model.lora) of a model in a folder or on the hub (model.path)",
+            "remove --adapters to export the whole model",
         )
     earlier = config
     while earlier.model.run and earlier.model.lora == config.model.lora:
         earlier = run_config(split_step(earlier.model.run)[0])
     if earlier.model.lora != config.model.lora or earlier.model.merge_adapter:
         key = "model.merge_adapter" if earlier.model.merge_adapter else "model.run"
-        raise ValueError(
-            f"--adapters: {str(run)!r} trained adapters of changed weights ({key}), not of {config.model.path!r};"
-            " remove --adapters to export the whole model"
+        raise UserError(
+            "--adapters",
+            f"{str(run)!r} trained adapters of changed weights ({key}), not of {config.model.path!r}",
+            "remove --adapters to export the whole model",
         )
     policy = policy_alone(config, "")
     decoder_config = adapted(policy.decoder.config, config.model.lora)

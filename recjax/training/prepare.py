@@ -9,6 +9,7 @@ import jax
 from recjax import hosts
 from recjax.config import Config, TrainingConfig
 from recjax.console import under_way
+from recjax.errors import UserError
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.packing import shape_for
 from recjax.experience.queue import Settings, settings_of
@@ -139,7 +140,7 @@ def prepare(
     if config.task.teacher_template:
         if stored is not None and stored.shape.group is None:
             path = experience.store or experience.mix.store
-            raise ValueError(f"{path}: has trajectories, which task.teacher_template does not support; remove that key")
+            raise UserError(path, "has trajectories, which task.teacher_template does not support", "remove that key")
         teacher_prompts = TeacherPrompts(config, policy, train.problems)
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
     if jax.process_count() > 1:  # before programs run, whose shapes depend on the data

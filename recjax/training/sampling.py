@@ -13,6 +13,7 @@ from jaxtyping import Array, Key, UInt32
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig
+from recjax.errors import UserError
 from recjax.experience.batch import Shape
 from recjax.experience.group import Grade, Group
 from recjax.experience.queue import ToCome
@@ -293,9 +294,11 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
     dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
     limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
     if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
-        raise ValueError(
-            f"{limit}: only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
-            f" {len(task.evaluation)} held-out problems fit, too few; raise it"
+        raise UserError(
+            limit,
+            f"only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
+            f" {len(task.evaluation)} held-out problems fit, too few",
+            "raise it",
         )
     logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
     return task._replace(train=train, evaluation=evaluation)

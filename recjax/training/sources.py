@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from recjax import hosts
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.queue import LEFT, LOST, Arrival, Queue, queued_versions
@@ -123,14 +124,17 @@ def check_source(config: Config) -> None:
     if jax.process_count() == 1:
         return
     if config.follows:
-        raise ValueError(
-            "experience.follow = true: only one process can follow a store, and this run has"
-            f" {jax.process_count()}; start a single process"
+        raise UserError(
+            "experience.follow = true",
+            f"only one process can follow a store, and this run has {jax.process_count()}",
+            "start a single process",
         )
     if config.rollout.engine:
-        raise ValueError(
-            f"rollout.engine.url = {config.rollout.engine.url!r}: only one process can train with another engine,"
-            f" and this run has {jax.process_count()}; start a single process"
+        raise UserError(
+            "rollout.engine.url",
+            f"only one process can train with another engine, and this run has {jax.process_count()}",
+            "start a single process",
+            value=config.rollout.engine.url,
         )
 
 
@@ -341,10 +345,11 @@ class EngineSampler(contextlib.AbstractContextManager):
         if not (self.takes_weights or config.regime.offline):
             engine.__exit__()
             remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
-            raise ValueError(
-                f"rollout.engine.url = {config.rollout.engine.url!r}: {engine.api or 'this server'} cannot take whole"
-                f" weights over HTTP; {remedy * (engine.api == 'vllm')}set regime.offline=true to train on samples"
-                " from its own weights"
+            raise UserError(
+                "rollout.engine.url",
+                f"{engine.api or 'this server'} cannot take whole weights over HTTP",
+                f"{remedy * (engine.api == 'vllm')}set regime.offline=true to train on samples from its own weights",
+                value=config.rollout.engine.url,
             )
         return self
 
@@ -407,9 +412,9 @@ class EngineSampler(contextlib.AbstractContextManager):
                 )
             except LostWeightsError as error:
                 if not tries:
-                    raise ValueError(
-                        f"{error}, after {config.rollout.engine.retries + 1} tries; give this run a server of its"
-                        " own that stays up"
+                    raise UserError(
+                        problem=f"{error}, after {config.rollout.engine.retries + 1} tries",
+                        remedy="give this run a server of its own that stays up",
                     ) from error
                 logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
                 engine.version = None

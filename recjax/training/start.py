@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from recjax import hosts
 from recjax.config import Config, to_yaml
 from recjax.console import under_way
-from recjax.errors import shown
+from recjax.errors import UserError, shown
 from recjax.experience.batch import to_learn_from, with_part_weights
 from recjax.experience.packing import is_packed
 from recjax.experience.queue import Queue
@@ -257,7 +257,7 @@ def asks_to_stop(returned: Any) -> bool:
     remedy = "return True to stop the run after this step, and False or None to go on"
     if inspect.isawaitable(returned):
         remedy = f"write it as def, not async def, and {remedy}"
-    raise ValueError(f"on_step returned {shown(returned, 80)}; {remedy}")
+    raise UserError(problem=f"on_step returned {shown(returned, 80)}", remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -191,7 +191,7 @@ def test_a_config_file_that_was_changed_is_not_exported(with_weights, tmp_path):
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("num_kv_heads: 1", "num_kv_heads: 2"))
     with pytest.raises(
-        ValueError, match="config.yaml differs from the config in the run's checkpoints .*num_kv_heads: 1 there, 2 now"
+        ValueError, match="config.yaml: differs from the config in the run's checkpoints .*num_kv_heads: 1 there, 2 now"
     ):
         export(str(folder), None, str(tmp_path / "out"), None, "float32")
 
@@ -206,7 +206,7 @@ def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said
         other = load_config(made[0] / "tiny.yaml", [*OPTIONS, "optimizer.learning_rate=0.5", f"output={folder}"])
         run_folder.check_run_folder(other, overwrite=False)
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(ValueError, match="config.yaml is damaged .*, and no checkpoint contains the config"):
+    with pytest.raises(ValueError, match="config.yaml: is damaged .*, and no checkpoint contains the config"):
         run_folder.check_run_folder(config, overwrite=False)
 
 
