@@ -143,7 +143,7 @@ class Tools(contextlib.AbstractContextManager):
             if problem:
                 return f"error: {problem}"
             return await asyncio.wrap_future(self._workers.call(_called, import_name, call.arguments))
-        except (TypeError, CallFailed, RuntimeError) as error:
+        except (TypeError, CallFailed, UserError, RuntimeError) as error:
             return f"error: {error}"
 
     def _problem(self, call: Call) -> str | None:

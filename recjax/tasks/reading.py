@@ -1,6 +1,7 @@
 """Reads rows of problems from users' files and from data sets of the Hugging Face hub."""
 
 import codecs
+import contextlib
 import glob
 import gzip
 import json
@@ -215,20 +216,32 @@ def _parquet_rows(file: Path, where: str, narrow_lists: bool) -> Iterator[FileRo
     import pyarrow.parquet as pq  # JSON Lines do not need it
 
     number = 0
-    try:
-        # An open file: pyarrow reads some names as addresses.
-        with file.open("rb") as opened:
+    # An open file: pyarrow reads some names as addresses.
+    with file.open("rb") as opened:
+        with _reading_parquet(where):
             table = pq.ParquetFile(opened)
             names = table.schema_arrow.names
-            if repeated := next((name for name in names if names.count(name) > 1), None):
-                raise UserError(problem=f"the column {repeated!r} is given twice", remedy="remove one")
-            kinds = column_kinds(table.schema_arrow)
-            for batch in table.iter_batches(_ROWS_AT_ONCE):
-                columns = [_cells(batch.column(name), name, kinds[name], narrow_lists) for name in names]
-                for values in zip(*columns, strict=True):
-                    yield FileRow(dict(zip(names, values, strict=True)), f"{where}: row {number}")
-                    number += 1
-    except Exception as error:  # Arrow raises many types for damaged or encrypted files
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(where, f"the column {repeated!r} is given twice", "remove one")
+        kinds = column_kinds(table.schema_arrow)
+        batches = table.iter_batches(_ROWS_AT_ONCE)
+        while True:
+            with _reading_parquet(where):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            columns = [_cells(batch.column(name), name, kinds[name], narrow_lists) for name in names]
+            for values in zip(*columns, strict=True):
+                yield FileRow(dict(zip(names, values, strict=True)), f"{where}: row {number}")
+                number += 1
+
+
+@contextlib.contextmanager
+def _reading_parquet(where: str) -> Iterator[None]:
+    """Explains an error of Arrow, which raises many types for damaged or encrypted files."""
+    try:
+        yield
+    except Exception as error:
         reason = str(error).strip() or type(error).__name__
         raise UserError(where, f"cannot be read as Parquet ({reason:.300})", "write the file again") from error
 
