@@ -108,7 +108,7 @@ def test_a_module_that_starts_workers_is_refused_in_workers(tmp_path):
         "from recjax.workers import Workers\nprint(Workers(1, None, 'chain').call(len, 'a').result())\n"
     )
     done = subprocess.run([sys.executable, "chain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "worker processes cannot start in a module that worker processes import" in done.stderr
+    assert "worker processes: cannot start in a module that worker processes import" in done.stderr
     assert "the worker processes ended by themselves" in done.stderr
 
 

@@ -567,7 +567,7 @@ def test_shard_errors(tmp_path):
     with pytest.raises(ValueError, match="names the shard model-00002-of-00002.safetensors, which is missing"):
         load_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="index.json is no safetensors index"):
+    with pytest.raises(ValueError, match="index.json: is no safetensors index"):
         load_pretrained(tmp_path)
 
 

@@ -181,7 +181,7 @@ def test_an_exported_folder_that_was_damaged_is_refused(with_weights, tmp_path):
     folder = shutil.copytree(with_weights, tmp_path / "run")
     export(str(folder), None, str(tmp_path / "out"), None, "float32")
     flip(tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match="model.safetensors is damaged.*delete .*manifest.json"):
+    with pytest.raises(ValueError, match="model.safetensors: is damaged.*delete .*manifest.json"):
         export(None, str(tmp_path / "out"), str(tmp_path / "again"), None, "bfloat16")
 
 
