@@ -384,7 +384,7 @@ class RewardBody(Body):
         try:
             return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
         except ValueError as error:
-            raise Refused(400, str(error), param=str(error).partition(" ")[0]) from error
+            raise Refused(400, str(error), param=str(error).partition(" ")[0].rstrip(":")) from error
 
     def turn_reward(self) -> float:
         """The reward of a single turn.
