@@ -109,7 +109,7 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
     Returns:
         The config, and the parameter tree in float32, sharded on the current mesh.
     Raises:
-        ValueError: the decoder cannot compute the model exactly, or a file is missing, damaged or inconsistent with
+        UserError: the decoder cannot compute the model exactly, or a file is missing, damaged or inconsistent with
             the config.
     """
     folder = model_folder(path, MODEL_FILES)
@@ -127,7 +127,7 @@ def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
     """The decoder config of a sequence classifier with one label, and its padding token; reads no weights.
 
     Raises:
-        ValueError: the model is no such classifier, or see `read_config`.
+        UserError: the model is no such classifier, or see `read_config`.
     """
     folder = model_folder(path)
     config = read_config(folder)
@@ -148,7 +148,7 @@ def pretrained_config(path: str | Path) -> DecoderConfig:
     """The decoder config of a folder or hub name; reads weights only to compare head and embedding (`read_config`).
 
     Raises:
-        ValueError: see `model_folder` and `read_config`.
+        UserError: see `model_folder` and `read_config`.
     """
     config = read_config(model_folder(path))
     if not config.tie_embeddings:
@@ -186,7 +186,7 @@ def read_config(folder: Path) -> DecoderConfig:
     transformers.
 
     Raises:
-        ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
+        UserError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
     written = _written_config(folder)
     if (folder / _ADAPTER_CONFIG).is_file():
@@ -229,7 +229,7 @@ def _written_config(folder: Path) -> dict:
     """The content of a folder's config.json.
 
     Raises:
-        ValueError: the file is missing or no JSON object.
+        UserError: the file is missing or no JSON object.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -423,7 +423,7 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
     Args:
         scores: True for a classifier: adds `score/kernel`, [hidden, 1].
     Raises:
-        ValueError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
+        UserError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
     """
     names = tensor_names(config)
     fused = fused_rows(config)
@@ -514,7 +514,7 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
     """The adapter_config.json of a PEFT adapter: of a folder or hub name.
 
     Raises:
-        ValueError: the file is missing or unreadable, or recjax does not compute such an adapter; the message names the
+        UserError: the file is missing or unreadable, or recjax does not compute such an adapter; the message names the
             field.
     """
     file = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*")) / _ADAPTER_CONFIG
@@ -549,7 +549,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
         path: folder or hub name with adapter_config.json and adapter_model.safetensors.
         config: decoder config of the base.
     Raises:
-        ValueError: see `adapter_fields`; also tensors that are missing, unexpected, or do not fit the base.
+        UserError: see `adapter_fields`; also tensors that are missing, unexpected, or do not fit the base.
     """
     fields = adapter_fields(path)
     folder = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*"))

@@ -84,7 +84,7 @@ def token_ids(prompt: Any) -> Int[np.ndarray, " prompt_time"]:
     Args:
         prompt: sequence or one-dimensional array of whole numbers.
     Raises:
-        ValueError: the prompt has another form.
+        UserError: the prompt has another form.
     """
     remedy = "give a text or a one-dimensional sequence of token ids"
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -124,7 +124,7 @@ class Seats:
         """Returns a seat, which has the methods of a policy; its replies are a trajectory of its own.
 
         Raises:
-            ValueError: `task.seats` has no such seat.
+            UserError: `task.seats` has no such seat.
         """
         if name not in self.players:
             known = ", ".join(filter(None, self.players)) or "no seats"
@@ -233,7 +233,7 @@ class AgentPolicy:
             stop: strings that end the reply, or one string, or None; `text` does not include them.
             chat_template_kwargs: variables of the template; they override the problem's and the config's.
         Raises:
-            ValueError: an argument has another form, the template refuses the messages or lacks a variable, or the
+            UserError: an argument has another form, the template refuses the messages or lacks a variable, or the
                 model has no template.
             ContextFull: the prompt leaves no room for a reply.
             TurnsSpent: the agent has had all its replies.
@@ -261,7 +261,7 @@ class AgentPolicy:
             stop: strings that end the completion, see `chat`.
             rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: an argument has another form, the tokenizer does not know the prompt, the model has no embedding
+            UserError: an argument has another form, the tokenizer does not know the prompt, the model has no embedding
                 for a token, or a stop string is empty.
             ContextFull: the prompt leaves no room for a completion.
             TurnsSpent: the agent has had all its completions.
@@ -313,7 +313,7 @@ class AgentPolicy:
             reply: reply to reward; None: the latest one.
         Raises:
             InvalidReward: the value is not a finite number of at most MOST_REWARD in absolute value.
-            ValueError: the policy has not replied yet.
+            UserError: the policy has not replied yet.
         """
         if not is_reward(value):
             raise InvalidReward(f"policy.reward({shown(value)}): takes a finite number of at most {MOST_REWARD:g}")

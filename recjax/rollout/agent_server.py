@@ -52,7 +52,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
         """The base URL for an OpenAI client, and a new key for a policy; starts the server if it does not run yet.
 
         Raises:
-            ValueError: the packages of the extra `serve` are not installed.
+            UserError: the packages of the extra `serve` are not installed.
         """
         if self._serving is None:
             self._start()
@@ -112,7 +112,7 @@ def chat_arguments(body: Any) -> dict[str, Any]:
     """The arguments of `AgentPolicy.chat` in the body of a request.
 
     Raises:
-        ValueError: a key that recjax does not know or a value that an agent cannot choose; with the remedy.
+        UserError: a key that recjax does not know or a value that an agent cannot choose; with the remedy.
     """
     if not isinstance(body, Mapping):
         raise UserError(problem=f"the body is {body!r:.80}: takes a JSON object with messages")

@@ -29,7 +29,7 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
     Args:
         tools: tools in `task.tools`; None if it is empty.
     Raises:
-        ValueError: the agent cannot be imported, or is not `async def agent(problem, policy)`.
+        UserError: the agent cannot be imported, or is not `async def agent(problem, policy)`.
     """
     if task.agent == "tools":
         return tool_agent(tools, task.agent_turns)
@@ -51,7 +51,7 @@ def named(key: str, name: str) -> Any:
     """Imports the object that `name` gives as module:name.
 
     Raises:
-        ValueError: the module or the name does not exist.
+        UserError: the module or the name does not exist.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -97,7 +97,7 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Non
     """Checks that the chat template can render the messages of the tools agent; warns if it shows no tools.
 
     Raises:
-        ValueError: the model has no chat template, or it refuses a tool's result after a reply that calls the tool.
+        UserError: the model has no chat template, or it refuses a tool's result after a reply that calls the tool.
     """
     name = tools.schemas[0]["function"]["name"]
     call = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
@@ -190,7 +190,7 @@ def _told(before: str | list[dict[str, Any]], observation: Any) -> str | list[di
     """The next prompt: the text or the messages before, and the observation.
 
     Raises:
-        ValueError: the observation is neither a text nor messages, or there are messages after a text.
+        UserError: the observation is neither a text nor messages, or there are messages after a text.
     """
     if observation is None or isinstance(observation, str) and not observation:
         return before

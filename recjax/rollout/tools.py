@@ -109,7 +109,7 @@ class Tools(contextlib.AbstractContextManager):
             workers: number of processes.
             seconds: time limit of one call.
         Raises:
-            ValueError: a function gives no schema or yields, or two functions have one name.
+            UserError: a function gives no schema or yields, or two functions have one name.
         """
         self.schemas = [_schema(name, function) for name, function in functions.items()]
         names = [schema["function"]["name"] for schema in self.schemas]
@@ -160,7 +160,7 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Any:
     """The jsonschema validator of a tool's arguments.
 
     Raises:
-        ValueError: the schema of the parameters is no JSON schema.
+        UserError: the schema of the parameters is no JSON schema.
     """
     import jsonschema  # not at module level: workers import this file
 

@@ -67,7 +67,7 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         pool: see `load_problems`.
         function: reward function that a program passed, if one did.
     Raises:
-        ValueError: the data is invalid, or there are too few problems.
+        UserError: the data is invalid, or there are too few problems.
     """
     rewards = load_rewards(config, function)
     train, evaluation = load_problems(config, rewards, pool)
@@ -163,7 +163,7 @@ def load_problems(
         pool: train: there must be enough train problems; held_out: train problems are not used and may be missing; all:
             every problem is held out.
     Raises:
-        ValueError: the data is invalid, or there are too few problems.
+        UserError: the data is invalid, or there are too few problems.
     """
     train = []
     evaluation = []
@@ -196,7 +196,7 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
     """Refuses fewer train problems of a task than a batch may have.
 
     Raises:
-        ValueError: with the remedy.
+        UserError: with the remedy.
     """
     seats = len(config.task.trained_seats)
     counts = Counter(problem.task for problem in problems)
@@ -286,7 +286,7 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
     """Splits problems into (train, held out); problems with the same prompt or conversation stay together.
 
     Raises:
-        ValueError: there are fewer held-out problems than `evaluation.problems`, or none.
+        UserError: there are fewer held-out problems than `evaluation.problems`, or none.
     """
     keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_of(problem) for problem in problems]
     most = min(len(problems) // 3, MOST_HELD_OUT)

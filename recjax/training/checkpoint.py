@@ -52,7 +52,7 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
         state: run state between two steps, with all grades in its queue.
         older: steps of checkpoints to keep, because an agent's frozen seats read their weights.
     Raises:
-        ValueError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
+        UserError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
             `training.keep_best`.
     """
     waiting, queue = to_plain(state.queue)
@@ -136,7 +136,7 @@ def best_step(run: Path, metric: str) -> int:
     Args:
         metric: name in metrics.jsonl, with - in front if lower is better.
     Raises:
-        ValueError: no checkpoint has a step with this metric.
+        UserError: no checkpoint has a step with this metric.
     """
     name = metric.removeprefix("-")
     rows = read_metrics(run / "metrics.jsonl")
@@ -157,7 +157,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         trained, behavior_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
             `behavior_params` is used only if the checkpoint has the sampler's copy.
     Raises:
-        ValueError: the checkpoint has another format or cannot be read.
+        UserError: the checkpoint has another format or cannot be read.
     """
     step = manager.latest_step()
     name = f"{manager.directory}: the checkpoint of step {step}"
@@ -204,7 +204,7 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
         fresh: state before a first step, on the devices.
         new_average: keep the average of `fresh`, which is the policy before the first step.
     Raises:
-        ValueError: the checkpoint has another optimizer, or cannot be read.
+        UserError: the checkpoint has another optimizer, or cannot be read.
     """
     like = {"optimizer_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)}
     arguments = ocp.args.PyTreeRestore(
@@ -238,7 +238,7 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     """The JSON part of a checkpoint: format, version, the queue's numbers, totals.
 
     Raises:
-        ValueError: the file cannot be read.
+        UserError: the file cannot be read.
     """
     path = folder / str(step) / "progress" / "metadata"
     try:
@@ -262,7 +262,7 @@ def check_data(config: Config, step: int, data: dict[str, str], output: Path | N
         output: folder of a stage of the run; None: the run's own.
         data: result of `data_digests`.
     Raises:
-        ValueError: a store or problems have changed.
+        UserError: a store or problems have changed.
     """
     known = progress((output or Path(config.output)) / "checkpoints", step).get("totals", {}).get("data", {})
     rates = f" and the pass rates in {cache_folder('pass_rates')}" if config.task.keep else ""
@@ -289,7 +289,7 @@ def check_weight_digests(config: Config, step: int, weights: dict[str, str], rea
         weights: result of `weight_digests`.
         read: True if the run still reads parameters of its initial policy.
     Raises:
-        ValueError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
+        UserError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
             if the run reads them no more, a warning names them instead.
     """
     known = progress(Path(config.output) / "checkpoints", step).get("totals", {}).get("weights", {})
@@ -321,7 +321,7 @@ def set_damaged_aside(folder: Path) -> None:
     starts again, and no work is lost.
 
     Raises:
-        ValueError: there are checkpoints, but none is whole; they stay in place.
+        UserError: there are checkpoints, but none is whole; they stay in place.
     """
     refused = None
     if hosts.is_first() and folder.is_dir():
