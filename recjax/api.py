@@ -140,7 +140,7 @@ def run(
             in `output` has problems or a reward with another digest.
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint; a script that does not catch it
             ends with one line.
-        RuntimeError: a worker process imports the module of this call for the reward.
+        UserError: a worker process imports the module of this call for the reward.
         (others): see `recjax.training.start.train`.
     """
     refuse_while_loading("recjax.run")

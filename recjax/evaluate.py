@@ -177,7 +177,7 @@ def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
     """
     try:
         trained_problems = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
-    except ValueError:
+    except UserError:
         return None
     return sum((str(problem.prompt), problem.answer) in trained_problems for problem in problems)
 

@@ -214,7 +214,7 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
             if not completion.rows:
                 try:
                     length = len(encode_after(policy.tokenizer, (), completion.text))
-                except ValueError:
+                except UserError:
                     length = len(completion.text)  # text outside the vocabulary: counts characters
             answered.append(Answered.to(problem, text, completion.text, length, completion.id))
     return Grades(grading.submit(answered) if answered else None, len(answered))

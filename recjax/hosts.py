@@ -362,11 +362,11 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
     refused = None
     try:
         results = compute(things[first : first + size], first)
-    except ValueError as error:
+    except UserError as error:
         refused = error
     shares = [pickle.loads(share) for share in bytes_of_all(pickle.dumps((results, refused and str(refused))))]
     if messages := [message for _, message in shares if message]:
-        raise ValueError(messages[0]) from refused
+        raise UserError(problem=messages[0]) from refused
     return [result for results, _ in shares for result in results]
 
 
@@ -378,7 +378,7 @@ def from_first(act: Callable[[], T]) -> T:
     Args:
         act: called only in the first process, with no time limit; its result can be pickled.
     Raises:
-        ValueError: `act` raised it. The first process raises any other error too; other processes raise a RuntimeError.
+        UserError: `act` raised it. The first process raises any other error too; other processes raise a RuntimeError.
     """
     if jax.process_count() == 1:
         return act()
@@ -389,7 +389,7 @@ def from_first(act: Callable[[], T]) -> T:
         try:
             result = act()
         except Exception as error:
-            message = pickle.dumps((None, isinstance(error, ValueError), str(error)))
+            message = pickle.dumps((None, isinstance(error, UserError), str(error)))
             client.key_value_set_bytes(f"{folder}/result", message)
             raise
         client.key_value_set_bytes(f"{folder}/result", pickle.dumps((result, None, None)))
@@ -405,7 +405,7 @@ def from_first(act: Callable[[], T]) -> T:
     if client.key_value_increment(f"{folder}/read", 1) == jax.process_count() - 1:
         client.key_value_delete(folder)
     if message is not None:
-        raise (ValueError if is_user_error else RuntimeError)(message)
+        raise UserError(problem=message) if is_user_error else RuntimeError(message)
     return result
 
 

@@ -79,7 +79,7 @@ def show_result(result: "recjax.api.Result") -> None:
     table.add_row(f"held-out {measure}", *numbers)
     try:
         before, after = (_samples(output / "samples" / f"{name}.jsonl") for name in ("before", "after"))
-    except ValueError as error:
+    except UserError as error:
         print(f"warning: {error}; recjax shows no samples", file=sys.stderr)
         before = []
         after = []

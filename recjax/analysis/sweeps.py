@@ -77,8 +77,8 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
             overrides += [*extra, write_override("output", f"{output}/{name}")]
             try:
                 runs[name] = SweepRun(chosen, overrides, make_config(values, overrides, str(base)))
-            except ValueError as error:
-                raise ValueError(f"{path}: run {name}: {error}") from error
+            except UserError as error:
+                raise error.within(f"{path}: run {name}") from error
         elif runs[name].settings != chosen:
             first_names, second_names = (" and ".join(names.values()) for names in (runs[name].settings, chosen))
             raise UserError(

@@ -18,6 +18,7 @@ from recjax.config.fields import (
     spelled,
     value_of,
 )
+from recjax.errors import UserError
 from recjax.models.sampling import Sampling, TokenRecord
 from recjax.passwords import has_password
 
@@ -369,8 +370,8 @@ class ExperienceConfig(ConfigBlock):
     def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
         """An empty block, and settings that do not work with a followed store."""
         if not (self.store or self.mix or self.late or self.replay or self.refill or self.record):
-            raise ValueError(
-                "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
+            raise UserError(
+                "", "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
             )
         problem = "does not work with task.agent = environment, which gives the rewards itself; remove one of them"
         yield self.regrade and config.task.agent == "environment", "experience.regrade", problem

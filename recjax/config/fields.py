@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from recjax.algorithms.options import did_you_mean
 from recjax.config.yaml_values import read_decimal, read_yaml_file
+from recjax.errors import UserError
 
 # Outside this range, scores divided by the temperature are infinite, or all equal.
 LOWEST_TEMPERATURE = 0.01
@@ -36,7 +37,7 @@ def checked(kind: Any, check: Callable[[Any], str | None]) -> Any:
 
     def validate(value: Any) -> Any:
         if problem := check(value):
-            raise ValueError(problem)
+            raise UserError("", problem)
         return value
 
     return Annotated[kind, pydantic.AfterValidator(validate)]
@@ -115,7 +116,7 @@ class ConfigBlock(pydantic.BaseModel):
         try:
             super().__init__(**values)
         except pydantic.ValidationError as error:
-            raise ValueError("\n".join(error_lines(type(self), error, values))) from None
+            raise UserError("", "\n".join(error_lines(type(self), error, values))) from None
 
     __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
 
@@ -125,9 +126,10 @@ class ConfigBlock(pydantic.BaseModel):
         Raises:
             ValueError: the message has the call that makes another config.
         """
-        raise ValueError(
+        raise UserError(
+            "",
             f"{name} = {value!r:.80}: a config never changes; make another one, by short names or dotted keys:"
-            " config.replace(steps=80) or config.replace(**{'training.steps': 80})"
+            " config.replace(steps=80) or config.replace(**{'training.steps': 80})",
         )
 
     def refusals(self, config: "recjax.config.Config") -> Iterable[Refusal]:

@@ -12,6 +12,7 @@ from recjax.config.fields import block_of, error_lines, takes
 from recjax.config.schema import KEYS, SHORT_FORMS, Config, full_name
 from recjax.config.tasks import PASSED, TASKS
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
+from recjax.errors import UserError
 from recjax.passwords import without_password
 
 
@@ -24,9 +25,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = make_config(read_yaml_file(path), overrides, str(path))
     if config.task.file and config.task.file.train == PASSED:
         if "train" not in config.task.file.model_fields_set:
-            raise ValueError(f"{path}: task.file.train has no value; set it in the file or as task.file.train=…")
+            raise UserError("", f"{path}: task.file.train has no value; set it in the file or as task.file.train=…")
         choices = ", ".join(f"task.{name}" for name in TASKS)
-        raise ValueError(f"{path}: task: give exactly one of {choices}; found none, and only recjax.run takes problems")
+        raise UserError(
+            "", f"{path}: task: give exactly one of {choices}; found none, and only recjax.run takes problems"
+        )
     return config
 
 
@@ -44,7 +47,7 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
             override, key, value and remedy.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{source}: the file must hold keys and values; got {values!r:.300}")
+        raise UserError("", f"{source}: the file must hold keys and values; got {values!r:.300}")
     merged = {}
     sources = {}
     if isinstance(overrides, Mapping):
@@ -57,7 +60,7 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
         return Config.model_validate(merged)
     except pydantic.ValidationError as error:
         lines = error_lines(Config, error, merged, sources, f"{source}: ")
-        raise ValueError(without_password("\n".join(lines))) from None
+        raise UserError("", without_password("\n".join(lines))) from None
 
 
 def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], prefix: str = "") -> None:
@@ -72,7 +75,7 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
     def literal(text: str) -> str:
         if re.search(r"(?<!\\)\$\{", text):
             remedy = "write the value itself, or \\${ where these characters are meant"
-            raise ValueError(f"{source}: {name} = {text!r}: ${{…}} is not replaced; {remedy}")
+            raise UserError("", f"{source}: {name} = {text!r}: ${{…}} is not replaced; {remedy}")
         return text.replace("\\${", "${")
 
     for key, value in layer.items():
@@ -88,7 +91,7 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
                 try:
                     old = SHORT_FORMS[name](old)
                 except ValueError as error:
-                    raise ValueError(f"{earlier}: {name} = {old!r:.300}: {error}") from error
+                    raise UserError("", f"{earlier}: {name} = {old!r:.300}: {error}") from error
                 sources |= {f"{name}.{inner}": earlier for inner in old}
             merged[key] = old if isinstance(old, dict) else {}
             _merge(merged[key], value, source, sources, f"{name}.")
@@ -108,7 +111,7 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 def _parse_override(text: str) -> dict:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-        raise ValueError(f"override {text!r} is not of the form key=value, such as optimizer.learning_rate=1e-6")
+        raise UserError("", f"override {text!r} is not of the form key=value, such as optimizer.learning_rate=1e-6")
     accepted = takes(KEYS[key]) if key in KEYS else ""
     is_text = accepted.startswith("text")
     is_yaml = accepted.startswith(("a list", "a mapping", "some of"))
@@ -116,7 +119,7 @@ def _parse_override(text: str) -> dict:
         value.encode()  # an argument that is not UTF-8
         parsed = read_override(value, takes_text=is_text, takes_yaml=is_yaml)
     except ValueError as error:
-        raise ValueError(f"override {text!r}: the value is not valid YAML ({error})") from error
+        raise UserError("", f"override {text!r}: the value is not valid YAML ({error})") from error
     return _in_blocks(key, parsed)
 
 

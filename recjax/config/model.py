@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
+from recjax.errors import UserError
 
 POLICY = "policy"  # the policy as a teacher, and as the player of a seat
 Projection = Literal[
@@ -167,7 +168,7 @@ class ModelConfig(ConfigBlock):
         with contextlib.suppress(ValueError):
             if text is None or datetime.date.fromisoformat(text).isoformat() == text:
                 return text
-        raise ValueError("takes a day as YYYY-MM-DD, such as 2026-11-26")
+        raise UserError("", "takes a day as YYYY-MM-DD, such as 2026-11-26")
 
     @pydantic.field_validator("freeze")
     @classmethod
@@ -176,7 +177,9 @@ class ModelConfig(ConfigBlock):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression ({error}); correct the pattern") from error
+                raise UserError(
+                    "", f"{pattern!r} is not a regular expression ({error}); correct the pattern"
+                ) from error
         return patterns
 
     @property

@@ -30,6 +30,7 @@ from recjax.config.fields import (
 )
 from recjax.config.model import POLICY, MeshConfig, ModelConfig, WarmStartConfig
 from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
+from recjax.errors import UserError
 from recjax.models.sampling import Sampling
 
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
@@ -78,7 +79,7 @@ class AlgorithmConfig(ConfigBlock):
         if callable(function):
             name = f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else "<object>"
             if "<" in name or name.startswith("__main__:"):
-                raise ValueError("a config takes functions by name: define it in a module and give module:function")
+                raise UserError("", "a config takes functions by name: define it in a module and give module:function")
             return {**block, "name": name}
         return block if isinstance(value, str) else value
 
@@ -189,7 +190,7 @@ class AlgorithmConfig(ConfigBlock):
         try:
             return presets.build_algorithm(self.preset, self.overrides())
         except ValueError as error:
-            raise ValueError(f"algorithm.{error}") from error
+            raise UserError("", f"algorithm.{error}") from error
 
 
 _SCHEDULES = {
@@ -231,7 +232,7 @@ class OptimizerConfig(ConfigBlock):
             except Exception as error:
                 problem = str(error) if str(error).startswith("optimizer.") else ""
                 problem = problem or f"optimizer.schedule = {self.schedule!r}: optax refuses it: {described(error)}"
-                raise ValueError(problem) from error
+                raise UserError("", problem) from error
         return iter(())
 
     def build_schedule(self, steps: int) -> "optax.Schedule":
@@ -462,8 +463,8 @@ class Config(ConfigBlock):
             # The config.yaml of a run keeps the model of the run that it continues; an adapter names its base.
             if len(chosen) != 1 and (chosen or name != "model" or not (self.model.run or self.model.adapter)):
                 listed = f"found {' and '.join(chosen) or 'none'}"
-                raise ValueError(
-                    f"{name}: give exactly one of {', '.join(f'{name}.{choice}' for choice in choices)}; {listed}"
+                raise UserError(
+                    "", f"{name}: give exactly one of {', '.join(f'{name}.{choice}' for choice in choices)}; {listed}"
                 )
         blocks = [block for name in KEYS if isinstance(block := value_of(self, name), ConfigBlock)]
         for is_wrong, name, problem in itertools.chain(broken_rules(self), *(block.refusals(self) for block in blocks)):

@@ -22,6 +22,7 @@ from recjax.config.fields import (
     value_of,
 )
 from recjax.config.model import POLICY
+from recjax.errors import UserError
 from recjax.tasks.grading.graders import GRADERS, OVERLONG, ROWS, TURNS
 from recjax.tasks.grading.gym import check_gym
 
@@ -223,10 +224,10 @@ class MixedTask(OneTask):
     def read(cls, value: Any) -> "MixedTask":
         """Reads a block, whose errors name keys without the mixture's name."""
         if not isinstance(value, Mapping):
-            raise ValueError("takes a block with a task, such as {gsm8k: {}, weight: 2}")
+            raise UserError("", "takes a block with a task, such as {gsm8k: {}, weight: 2}")
         for name in value:
             if name in TaskConfig.model_fields and name not in cls.model_fields:
-                raise ValueError(f"{name} is a key of all tasks of a mixture; set task.{name} instead")
+                raise UserError("", f"{name} is a key of all tasks of a mixture; set task.{name} instead")
         return cls(**value)
 
 
@@ -341,13 +342,13 @@ class TaskConfig(OneTask):
     def _check_mixture(cls, tasks: dict[str, MixedTask] | None) -> dict[str, MixedTask] | None:
         for name, task in (tasks or {}).items():
             if not re.fullmatch(r"[\w-]+", name):
-                raise ValueError(f"the name {name!r} of a task must consist of letters, digits, _ and -")
+                raise UserError("", f"the name {name!r} of a task must consist of letters, digits, _ and -")
             chosen = [choice for choice in TASKS if getattr(task, choice) is not None]
             if len(chosen) != 1:
                 listed = " and ".join(chosen) or "none"
-                raise ValueError(f"{name}: give exactly one of {', '.join(TASKS)}; found {listed}")
+                raise UserError("", f"{name}: give exactly one of {', '.join(TASKS)}; found {listed}")
         if tasks is not None and not any(task.weight for task in tasks.values()):
-            raise ValueError("no task has a weight above 0; raise one")
+            raise UserError("", "no task has a weight above 0; raise one")
         return tasks
 
     @pydantic.model_validator(mode="before")
@@ -456,7 +457,7 @@ def named_task(value: Any) -> Any:
     names = [f"{task}:GENERATOR" if task == "reasoning_gym" else task for task in TASKS]
     if value not in names or colon:
         hint = did_you_mean(value, names) or f"; it takes {', '.join(names)}, or a block"
-        raise ValueError(f"names no task{hint}")
+        raise UserError("", f"names no task{hint}")
     return {name: {}}
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from recjax.errors import UserError
+
 _TAG = "tag:yaml.org,2002:"
 _WHOLE = r"(?:0|[1-9][0-9]*)"
 # In this order: a plain scalar has the type of the first pattern that matches all of the text.
@@ -116,9 +118,9 @@ def read_yaml(text: str, literal: bool = False) -> Any:
                 return _value(_FastLoader(text))
         return _value((_Literal if literal else _Loader)(text))
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise UserError("", " ".join(str(error).split())) from error
     except RecursionError as error:
-        raise ValueError("values are nested too deeply") from error
+        raise UserError("", "values are nested too deeply") from error
 
 
 def _value(loader: yaml.SafeLoader | _FastLoader) -> Any:
@@ -138,17 +140,17 @@ def read_yaml_file(path: str | Path) -> Any:
         reason = f"not a file that can be read ({(error.strerror or str(error)).lower()})"
         if Path(path).parts[:1] == ("experiments",) and not Path("experiments").is_dir():
             reason += "; experiments/ is a folder of recjax's repository: give the command there"
-        raise ValueError(f"{path}: {reason}") from error
+        raise UserError("", f"{path}: {reason}") from error
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError(f"{path}: is in UTF-16 or UTF-32; save it as UTF-8")
+        raise UserError("", f"{path}: is in UTF-16 or UTF-32; save it as UTF-8")
     try:
         value = read_yaml(content.decode("utf-8-sig"))
         # Aliases repeat values, and a few lines of them can stand for billions.
         pending = [value]
         for count, each in enumerate(pending):  # the list grows
             if count == _MOST_VALUES:
-                raise ValueError(
-                    f"has more than {_MOST_VALUES:,} values, with those that aliases repeat; remove aliases"
+                raise UserError(
+                    "", f"has more than {_MOST_VALUES:,} values, with those that aliases repeat; remove aliases"
                 )
             if isinstance(each, dict):
                 pending += each.values()
@@ -156,9 +158,9 @@ def read_yaml_file(path: str | Path) -> Any:
                 pending += each
         return value
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
+        raise UserError("", f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     except ValueError as error:
-        raise ValueError(f"{path}: not a valid YAML file ({error})") from error
+        raise UserError("", f"{path}: not a valid YAML file ({error})") from error
 
 
 def write_yaml(value: Any, flow: bool = False) -> str:

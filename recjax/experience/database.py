@@ -40,7 +40,7 @@ _CONNECTING = {  # the same limits on this side of the connection
 _RESTARTS = {"starting up": 20, "shutting down": 20, "recovery": 20, "closed the connection": 20, "refused": 3}
 
 
-class Unavailable(ValueError):
+class Unavailable(UserError):
     """The database cannot be reached, or another process holds it; the same call may succeed later."""
 
 

@@ -110,7 +110,7 @@ class Follower:
             if self._unavailable_since is not None:
                 logger.warning("%s: the run can read it again", self.name)
             self._unavailable_since = None
-        except ValueError as error:
+        except UserError as error:
             now = time.monotonic()
             limit = self._config.experience.outage_seconds
             # If the run has never read the store, its URL may be wrong.
@@ -119,7 +119,7 @@ class Follower:
                 self._unavailable_since = now
                 logger.warning("%s; the run waits for it, up to %g seconds", error, limit)
             if not may_wait or now - self._unavailable_since >= limit:
-                raise ValueError(f"experience.store = {self.name!r}: {error}") from error
+                raise UserError("experience.store", str(error), value=self.name) from error
         candidates = self._candidates()
         candidates.sort(key=lambda waiting: min(self._version(each, step) or 0 for each in waiting[0]))
         self.rewarded = len(candidates)
@@ -287,7 +287,7 @@ class Follower:
         rollout = self._config.rollout
         try:
             (record,) = tokenized([record], self._policy)
-        except ValueError as error:
+        except UserError as error:
             return record, "no_tokens", str(error)
         completion = record.completion
         name = f"row {completion.id!r} of source {completion.source!r}"

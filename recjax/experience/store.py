@@ -133,7 +133,7 @@ REWARDS = sql.Table(
 )
 
 
-class Conflict(ValueError):
+class Conflict(UserError):
     """A completion that a change adds is there already, or one that it reads or grades is gone or has a reward."""
 
 
@@ -327,7 +327,7 @@ class Store:
                         check_records(records, "record {}".format)
                     last = self._append(connection, last, records)
                 if gone := sorted(set(rewards) - {*self.numbers("number", list(rewards), connection)}):
-                    raise Conflict(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
+                    raise Conflict(self.name, f"completion {gone[0]}, which gets a reward, was deleted")
                 last = self._add_rewards(connection, last, rewards, grader)
                 for session, content in turns:
                     last = last._replace(turn=last.turn + 1, turns=last.turns + 1)
@@ -383,7 +383,7 @@ class Store:
         numbers = list(map(int, numbers))
         rows = {row[0]: row for row in self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)}
         if gone := [number for number in numbers if number not in rows]:
-            raise Conflict(f"{self.contents.name}: completion {gone[0]} is gone; {RESTORE}")
+            raise Conflict(self.contents.name, f"completion {gone[0]} is gone", RESTORE)
         rewards = self.rewards(numbers, grader) if grader else {}
         return [self.contents._record(rows[number], rewards.get(number)) for number in numbers]
 
@@ -648,7 +648,7 @@ class Store:
         """Holds the write lock; the rows are durable once the block ends."""
         with self._trying("written"):
             if self.is_replaced():
-                raise Unavailable(f"{self.name} was replaced or deleted while it was open; start this process again")
+                raise Unavailable(self.name, "was replaced or deleted while it was open", "start this process again")
             with self._begun() as connection:
                 yield connection, _last(self._row(connection, lock=True))
             if self._file:
@@ -730,7 +730,7 @@ class Store:
         except sql.exc.IntegrityError as error:
             known = self.numbers("id", [record.completion.id for record in records])
             problem = f"already has a row with id {min(known)!r}; give every row a new id" if known else str(error.orig)
-            raise Conflict(f"{self.name}: {problem}") from error
+            raise Conflict(self.name, problem) from error
         last = last._replace(completion=numbers[-1], completions=last.completions + len(records))
         graders: dict[str, dict[int, tuple[Grade, str | None]]] = {GIVEN: {}}
         for number, record in zip(numbers, records, strict=True):
@@ -765,9 +765,8 @@ class Store:
             try:
                 self._insert(connection, REWARDS, rows)
             except sql.exc.IntegrityError as error:
-                raise Conflict(
-                    f"{self.name}: a completion already has a reward of {grader!r}; rewards cannot change"
-                ) from error
+                problem = f"a completion already has a reward of {grader!r}; rewards cannot change"
+                raise Conflict(self.name, problem) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
 
     def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[tuple]) -> None:
@@ -810,11 +809,11 @@ class Store:
         if _checksum(row[:-1]) != row[-1]:
             raise UserError(self.name, f"is damaged: {name.format(row)} does not match its checksum", RESTORE)
 
-    def _damaged_index(self, problem: str) -> ValueError:
+    def _damaged_index(self, problem: str) -> UserError:
         remedy = f"run python -m recjax.inspect_experience {self.name} --rebuild, which makes the indexes again"
         if not self._file:
             remedy = "run the database's REINDEX"
-        return ValueError(f"{self.name} is damaged: {problem}; {remedy}, or {RESTORE}")
+        return UserError(self.name, f"is damaged: {problem}", f"{remedy}, or {RESTORE}")
 
     def _check_count(self, began: Last, seen: int, expected: int, what: str) -> None:
         """Raises an error if rows are lost, unless a writer has changed the store during the read."""
@@ -831,8 +830,8 @@ class Store:
                 if verb == "written":
                     raise
                 raise UserError(self.name, f"is damaged: {error}", RESTORE) from error
-            kind = Unavailable if is_unavailable(error) else ValueError
-            raise kind(f"{self.name} cannot be {verb}: {explained(error, self.name)}") from error
+            kind = Unavailable if is_unavailable(error) else UserError
+            raise kind(self.name, f"cannot be {verb}: {explained(error, self.name)}") from error
 
     def _check_lasts(self) -> None:
         """Compares a small file next to SQLite's, with the numbers of the last rows, with the rows that are there.
@@ -844,11 +843,13 @@ class Store:
             return
         path = lasts_of(self._file)
         try:
-            identity, *numbers = path.read_text(encoding="ascii").split()
-            last = self.last()  # read after the file: a writer first writes rows, then the file
-            lost = [max(int(number) - known, 0) for number, known in zip(numbers, last[:3], strict=True)]
+            identity, *texts = path.read_text(encoding="ascii").split()
+            completions, rewards, turns = map(int, texts)
         except (OSError, ValueError):
             return
+        last = self.last()  # read after the file: a writer first writes rows, then the file
+        numbers = (completions, rewards, turns)
+        lost = [max(number - known, 0) for number, known in zip(numbers, last[:3], strict=True)]
         if identity == self.id and any(lost):
             gone = f"{lost[0]} completions, {lost[1]} rewards and {lost[2]} turns"
             raise UserError(

@@ -78,9 +78,10 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         if columns["trajectories"].any():
             shape = Shape(shape.rows, None, row - 1, row - 1)
             if problem := config.algorithm.problem_with_trajectories():
-                raise ValueError(f"has trajectories, and algorithm.preset = {config.algorithm.preset!r} {problem}")
-    except ValueError as error:
-        raise ValueError(f"{key} = {store!r}: {error}") from error
+                preset = config.algorithm.preset
+                raise UserError(problem=f"has trajectories, and algorithm.preset = {preset!r} {problem}")
+    except UserError as error:
+        raise UserError(key, str(error), value=store) from error
     algorithm = config.algorithm.build()
     check_logprobs(whole, algorithm, rollout.sampling(), config.experience.missing_logprobs)
     if algorithm.score_centering and not mix:

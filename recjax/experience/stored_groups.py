@@ -224,7 +224,7 @@ def _with_tokens(store: Store, policy: Policy, last: Last) -> Store:
     with locked_file(Path(f"{path}.lock")):
         try:
             return _tokenize_into(Store(path, create=True), store, policy, last)
-        except ValueError as error:
+        except UserError as error:
             if "is damaged" not in str(error) or str(path) not in str(error):
                 raise
             logger.warning("the cached copy of a store: %s; recjax makes it again", error)

@@ -125,5 +125,5 @@ class TeacherPrompts:
         """Token ids of prompts."""
         try:
             return [ids for _, ids in rendered(problems, 0, self._policy.tokenizer, self._policy.vocabulary)]
-        except ValueError as error:
-            raise ValueError(f"task.teacher_template: {error}") from error
+        except UserError as error:
+            raise error.within("task.teacher_template") from error

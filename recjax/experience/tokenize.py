@@ -52,7 +52,7 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
         # The whitespace that the chat template writes between a rendered prompt and the reply, as in Llama 2.
         opening = [{"role": "user", "content": "hello"}]
         reply = {"role": "assistant", "content": "recjax-reply"}
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(UserError):
             prompt, chat = render_chats(policy.tokenizer, [opening, [*opening, reply, *opening]])
             space, text_of_reply, _ = chat.removeprefix(prompt).partition(reply["content"])
             begin = space if text_of_reply and chat.startswith(prompt) and not space.strip() else ""
@@ -86,8 +86,8 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
             if (text, _is_chat(record)) not in prompts:
                 try:
                     (ids,) = encode_prompts(policy.tokenizer, [text], rendered=_is_chat(record))
-                except ValueError as error:
-                    raise ValueError(f"{row_name}: {error}") from error
+                except UserError as error:
+                    raise error.within(row_name) from error
                 prompts[text, _is_chat(record)] = np.array(ids, np.int32)
             prompt_tokens = prompts[text, _is_chat(record)]
             rows = tuple(row._replace(prompt_tokens=prompt_tokens) for row in rows)
@@ -130,7 +130,7 @@ def _completion_tokens(record: Record, prompt: np.ndarray, policy: Policy, text:
     row_name = f"row {completion.id!r} of source {completion.source!r}"
     try:
         tokens = encode_after(policy.tokenizer, prompt, text)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(
             row_name,
             f"completion {completion.text!r:.80} has text outside the policy's vocabulary",

@@ -110,7 +110,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _REPLY}]
     try:
         (text,) = render_chats(tokenizer, [chat], asks=False)
-    except ValueError:
+    except UserError:
         return None
     _, reply, behind = text.rpartition(_REPLY)
     ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False) if reply else []

@@ -64,7 +64,7 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
         ) from error
 
 
-class LinkError(ValueError):
+class LinkError(UserError):
     """A file of a model folder is a link to a file elsewhere."""
 
 
@@ -296,7 +296,7 @@ def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 @contextlib.contextmanager
 def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str, text: str = "") -> Iterator[None]:
-    """Replaces an error of the tokenizer by a ValueError, also a panic, which is no `Exception` in Python.
+    """Replaces an error of the tokenizer by a UserError, also a panic, which is no `Exception` in Python.
 
     Args:
         text: text to encode, whose unknown characters the error names.

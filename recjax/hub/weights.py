@@ -116,10 +116,9 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
     if (folder / MANIFEST).is_file():  # recjax wrote the folder
         try:
             check_manifest(folder)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}"
-            ) from error
+        except UserError as error:
+            remedy = f"write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}"
+            raise UserError(error.where, error.problem, remedy) from error
     config = read_config(folder)
     return config, read_params(folder, config)
 
@@ -214,8 +213,8 @@ def read_config(folder: Path) -> DecoderConfig:
                 problem=f"this is no model config ({error})", remedy="correct it or fetch the file again"
             ) from error
         config = decoder_config(fields)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    except UserError as error:
+        raise error.within(folder / "config.json") from error
     if config.tie_embeddings and _has_own_head(tensors):
         _warn_once(
             "%s: config.json sets tie_word_embeddings, but lm_head.weight differs from the embedding; recjax uses both."

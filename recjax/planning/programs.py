@@ -113,8 +113,8 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     def reached(load: Callable) -> Any:
         try:
             return load()
-        except ValueError as error:
-            # A failed download is an OSError within the ValueError that names the remedy.
+        except UserError as error:
+            # A failed download is an OSError within the UserError that names the remedy.
             if not isinstance(error.__cause__, OSError):
                 raise
             missing.append(str(error))
@@ -148,7 +148,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     if model and task:
         try:
             encoder = tokenizer()
-        except ValueError as error:
+        except UserError as error:
             if prompt_tokens is None:
                 missing.append(str(error))
             else:

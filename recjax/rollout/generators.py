@@ -256,7 +256,7 @@ class Generators:
         """Number and result of every batch that is done; see `PolicySampler`.
 
         Raises:
-            RuntimeError: a generator keeps dying, or never answers.
+            UserError: a generator keeps dying, or never answers.
             Exception: any error that the sampling function raised.
         """
 
@@ -318,9 +318,10 @@ class Generators:
         self._failures[generator] += 1
         self.restarts += 1
         if self._failures[generator] > RESTARTS:
-            raise RuntimeError(
-                f"{name} {why}, for the {RESTARTS + 1}th time in a row, at batch {numbers[0]}; raise"
-                " regime.generator_seconds or its memory. Ray has its logs in /tmp/ray/session_latest/logs"
+            raise UserError(
+                name,
+                f"it {why}, for the {RESTARTS + 1}th time in a row, at batch {numbers[0]}",
+                "raise regime.generator_seconds or its memory. Ray has its logs in /tmp/ray/session_latest/logs",
             )
         logger.warning("%s %s; recjax restarts it for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])

@@ -108,9 +108,9 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Non
     ]
     try:
         render_chats(tokenizer, [chat], tools=tools.schemas)
-    except ValueError as error:
+    except UserError as error:
         remedy = "use a model whose template takes tool results, or write an agent of your own"
-        raise ValueError(f"task.agent = 'tools': {error}; {remedy}") from error
+        raise UserError("task.agent", str(error), remedy, value="tools") from error
     if not reads_variable(tokenizer, "tools"):
         logger.warning(
             "task.agent = 'tools': the chat template of %s shows no tools to the model, so the model knows only the"

@@ -167,7 +167,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 self._acknowledged(path, body)
         except BaseException:
             if push.after:
-                with contextlib.suppress(ValueError):  # the first error has the reason
+                with contextlib.suppress(UserError):  # the first error has the reason
                     self._acknowledged(push.after, {})
             raise
         if push.after:
@@ -186,8 +186,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         unknown += " the server its weights"
         try:
             reply = self.server.sent("POST", path, body)
-        except ValueError as error:  # vLLM ends after an error in its workers
-            raise ValueError(f"{error}; {path} with {body} is part of a push of weights, so {unknown}") from error
+        except UserError as error:  # vLLM ends after an error in its workers
+            remedy = f"{path} with {body} is part of a push of weights, so {unknown}"
+            raise UserError(problem=str(error), remedy=remedy) from error
         words = error_of(reply)[0]
         with contextlib.suppress(ValueError):
             parsed = reply.json()

@@ -193,13 +193,13 @@ class Recorder:
             return await asyncio.get_running_loop().run_in_executor(self._threads, read, *arguments)
         except Conflict as error:
             raise Refused(409, str(error), code=_CHANGED) from error
-        except ValueError as error:
+        except UserError as error:
             raise self._failed(error, isinstance(error, Unavailable)) from error
 
     def _failed(self, error: Exception, for_all: bool = True) -> Refused:
         """The refusal of a request that has to be recorded; `for_all` if other requests would fail, too."""
         self.error = str(error) if for_all else self.error
-        logger.error("%s", error, exc_info=not isinstance(error, ValueError))
+        logger.error("%s", error, exc_info=not isinstance(error, UserError))
         code = _AWAY if isinstance(error, Unavailable) else None
         return Refused(503, f"{error}; the server must record all replies", code=code)
 

@@ -104,11 +104,13 @@ def _naming(task: str) -> Iterator[None]:
     """Errors about keys of `task` name the keys of this task of a mixture; the name "" has no effect."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         if not task:
             raise
         keys = "|".join(key for key in MixedTask.model_fields if key != "weight")
-        raise ValueError(re.sub(rf"\btask\.(?={keys})", f"task.mixture.{task}.", str(error))) from error
+        texts = (error.where, error.problem, error.remedy)
+        named = [re.sub(rf"\btask\.(?={keys})", f"task.mixture.{task}.", text) for text in texts]
+        raise UserError(*named, value=error.value) from error
 
 
 def _check_parts(config: Config, name: str, reward: Reward, problems: Sequence[Problem]) -> None:
@@ -226,12 +228,15 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
     if reward.name in ("math", "guru_math", "math_dapo"):
         check = pkgutil.resolve_name("recjax.grading.math_answers:check_answer")
         for problem in problems:
-            check(problem.answer)
+            try:
+                check(problem.answer)
+            except ValueError as error:
+                raise UserError(problem=str(error)) from error
     if getattr(reward.function, "__module__", None) == rewards.__name__ and not by_agent:
         answers = [problem.answer for problem in problems]
         try:
             reward.function([""] * len(answers), answers, answers)
-        except ValueError as error:
+        except UserError as error:
             remedy = "correct the answer, or name another task.reward"
             raise UserError("task.reward", f"{str(error):.300}", remedy, value=reward.name) from error
 

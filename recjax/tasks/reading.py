@@ -65,9 +65,9 @@ class FileRow(NamedTuple):
             raise self.error(column, f"must hold text or a number, which is finite; got {value!r:.80}{remedy}")
         return text
 
-    def error(self, column: str, reason: str) -> ValueError:
+    def error(self, column: str, reason: str) -> UserError:
         """The exception for an invalid column of this row."""
-        return ValueError(f"{self.location}: column {column!r} {reason}")
+        return UserError(f"{self.location}: column {column!r}", reason)
 
 
 def as_text(value: Any) -> str | None:

@@ -309,7 +309,7 @@ def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
         try:
             files.check_manifest(folder / str(step))
             return step, damaged
-        except ValueError as error:
+        except UserError as error:
             damaged[step] = str(error)
     return None, damaged
 
@@ -342,15 +342,14 @@ def set_damaged_aside(folder: Path) -> None:
                 )
                 logger.warning("checkpoint of step %d: %s; moved to %s, and %s", step, reason, aside, back)
     if hosts.any_says(refused is not None):
-        raise refused or ValueError(f"{folder}: no checkpoint is whole; see the log of process 0")
+        raise refused or UserError(folder, "no checkpoint is whole", "see the log of process 0")
 
 
-def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
+def none_whole(folder: Path, damaged: dict[int, str]) -> UserError:
     """The error for a folder without a whole checkpoint."""
     reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-    return ValueError(
-        f"{folder}: no checkpoint is whole ({reasons}); restore one from a copy, or start again with --overwrite"
-    )
+    remedy = "restore one from a copy, or start again with --overwrite"
+    return UserError(folder, f"no checkpoint is whole ({reasons})", remedy)
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

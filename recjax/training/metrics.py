@@ -32,6 +32,10 @@ Written = list  # size in bytes and checksum of a file's content
 logger = logging.getLogger(__name__)
 
 
+class BadStep(UserError, FloatingPointError):
+    """A training step with a loss, gradient or update that is not finite, or with impossible tokens."""
+
+
 class MetricsWriter(contextlib.AbstractContextManager):
     """Writes one row per step to metrics.jsonl, trackers and the progress bar; only the first process writes.
 
@@ -126,7 +130,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """Waits for the numbers of the held row, if there is one, then writes and shows the row.
 
         Raises:
-            FloatingPointError: see `read`; the row is not written.
+            BadStep: see `read`; the row is not written.
         """
         if self._held is None:
             return
@@ -142,7 +146,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """The row with device scalars converted to floats; waits for the device.
 
         Raises:
-            FloatingPointError: the step's loss, gradient or update is not finite, or it has tokens of probability 0 and
+            BadStep: the step's loss, gradient or update is not finite, or it has tokens of probability 0 and
                 they are an error.
         """
         with self._phases.phase("update"):
@@ -161,9 +165,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
         if bad:
             good = self._manager.latest_step()
             folder = self._manager.directory
-            raise FloatingPointError(
-                f"step {row['step']}: {', '.join(f'{name} = {row[name]:g}' for name in bad)}. The run"
-                f" discards this step; its last good checkpoint is of step {good} in {folder}. {remedy}"
+            values = ", ".join(f"{name} = {row[name]:g}" for name in bad)
+            raise BadStep(
+                f"step {row['step']}",
+                f"{values}. The run discards this step",
+                f"its last good checkpoint is of step {good} in {folder}. {remedy}",
             )
         return row
 

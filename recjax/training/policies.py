@@ -115,8 +115,8 @@ def open_policy(source: str | Path | None, config: Config | None = None, step: i
         model = {"path": str(source), "decoder": None, "run": None, "adapter": None}
         try:
             opened = _untrained_policy(_with_model(config, model).model_copy(update={"warm_start": None}))
-        except ValueError as error:
-            raise ValueError(f"{source} is neither a run's folder nor a model: {error}") from error
+        except UserError as error:
+            raise UserError(source, f"is neither a run's folder nor a model: {error}") from error
     return opened._replace(params=for_sampling(opened.policy, opened.params))
 
 
@@ -269,8 +269,8 @@ def with_pinned(config: Config, overwrite: bool) -> Config:
             theirs = run_config(run)
             try:
                 step = hosts.from_first(functools.partial(_whole_step, run, theirs, step))
-            except ValueError as error:
-                raise ValueError(f"model.{name} = {source!r}: {error}") from error
+            except UserError as error:
+                raise UserError(f"model.{name}", str(error), value=source) from error
             pinned[name] = f"{run}/checkpoints/{step}"
     return _with_model(config, pinned)
 
@@ -425,8 +425,8 @@ def run_config(run: Path) -> Config:
         for *blocks, name in unknown:
             functools.reduce(dict.__getitem__, blocks, values).pop(name)
         config = make_config(values, source=str(path))
-    except ValueError as error:
-        raise ValueError(f"{error}{_made_by(run)}") from error
+    except UserError as error:
+        raise UserError(error.where, error.problem, f"{error.remedy}{_made_by(run)}", error.value) from error
     if unknown:
         names = ", ".join(".".join(map(str, key)) for key in unknown)
         logger.warning("%s: not read, as this version has no such keys: %s%s", path, names, _made_by(run))
@@ -496,8 +496,8 @@ def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
     if step == "best":
         try:
             step = best_step(run, config.training.keep_best or "evaluation/accuracy")
-        except ValueError as error:
-            raise ValueError(f"{folder}/best: {error}") from error
+        except UserError as error:
+            raise error.within(f"{folder}/best") from error
     step = step if step is None else int(step)
     if not steps:
         raise UserError(f"run {str(run)!r}", "holds no checkpoint yet", "its first is written before its first step")
@@ -512,8 +512,8 @@ def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
     else:
         try:
             check_manifest(folder / str(step))
-        except ValueError as error:
-            raise ValueError(f"step {step}: {error}; name another one, or bring it back from a copy") from error
+        except UserError as error:
+            raise UserError(f"step {step}", str(error), "name another one, or bring it back from a copy") from error
     check_config_file(run, config, progress(folder, step))
     return step
 

@@ -279,7 +279,7 @@ def stored_config(output: Path) -> dict[str, Any]:
         if isinstance(values, dict) and "output" in values:
             return values
         reason = "it is empty" if values is None else "it lacks keys that recjax writes, such as output"
-    except ValueError as error:
+    except UserError as error:
         reason = str(error).removeprefix(f"{path}: ")
     step, _ = newest_whole(output / "checkpoints")
     if step is not None and (config := progress(output / "checkpoints", step)["totals"].get("config")):

@@ -91,10 +91,10 @@ def held(output: Path) -> Iterator[RunLock]:
         if hosts.is_first():
             try:
                 lock = stack.enter_context(_held_by_first(output))
-            except ValueError as error:
+            except UserError as error:
                 refused = error
         if hosts.any_says(refused is not None):
-            raise refused or ValueError(f"output = {str(output)!r}: see the log of process 0")
+            raise refused or UserError("output", "see the log of process 0", value=str(output))
         yield lock
 
 

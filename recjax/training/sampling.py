@@ -78,7 +78,7 @@ class PolicySampler(Protocol):
         Args:
             wait: True to wait for at least one batch if any is in flight.
         Raises:
-            RuntimeError, ValueError: the sampler cannot sample a batch that is in flight.
+            UserError: the sampler cannot sample a batch that is in flight.
         """
 
 

@@ -83,7 +83,7 @@ def train(
         learner: a subclass of `Learner` that computes instead of `Learner`; None: JAX computes.
         check: called with the run's setup before the first evaluation or step.
     Raises:
-        FloatingPointError, RuntimeError, Preempted: see `loop.train_steps`.
+        BadStep, Preempted: see `loop.train_steps`.
         ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_processes(config)

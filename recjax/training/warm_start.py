@@ -102,7 +102,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         try:
             if is_whole:
                 check_manifest(folder)
-        except ValueError as error:
+        except UserError as error:
             logger.warning("base policy in the cache: %s; recjax makes it again", error)
             is_whole = False
         if is_whole:
@@ -306,8 +306,8 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
             trajectory.add(ids, Sampled(tokens, np.zeros(len(tokens), np.float32), 0 * tokens, False), prompt)
         for row_part in trajectory.rows:
             check_embedded(tokenizer, np.append(row_part.prompt_tokens, row_part.tokens), policy.vocabulary, "messages")
-    except ValueError as error:
-        raise ValueError(f"{row.location}: {error}") from error
+    except UserError as error:
+        raise error.within(row.location) from error
     rows = tuple(row_part._replace(behavior_logprobs=None) for row_part in trajectory.rows)
     turns = tuple(itertools.starmap(Turn, trajectory.ends))
     shown = Completion(row.location, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)

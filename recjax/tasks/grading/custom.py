@@ -225,6 +225,9 @@ def _result(reward: Reward, rows: Sequence[Answered]) -> Any:
     try:
         return _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
+        is_own = str(getattr(reward.function, "__module__", "")).startswith("recjax.tasks.")
+        if is_own and not isinstance(error, UserError):
+            raise
         row_index = _graded_row(error, rows, passed, noted)
         first = f"in a batch of {len(rows)} completions, of which the first is "
         where = "while it graded " if row_index is not None else first
@@ -325,10 +328,9 @@ def known_parts(reward: Reward, row: Answered) -> dict[str, np.ndarray]:
     """
     try:
         return custom_parts(reward, [row])
-    except ValueError as error:
-        raise ValueError(
-            f"{error}\n  (it was asked about an empty completion, to know the names of its parts)"
-        ) from error
+    except UserError as error:
+        reason = "it was asked about an empty completion, to know the names of its parts"
+        raise UserError(problem=f"{error}\n  ({reason})") from error
 
 
 def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str, list]]:

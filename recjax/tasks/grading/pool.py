@@ -216,7 +216,10 @@ class Grading:
                 outcomes.append((indices, call.result()))
             except CallFailed as error:
                 if error.reason == "error":
-                    raise ValueError(str(error).removeprefix("ValueError: ")) from error
+                    name, _, text = str(error).partition(": ")
+                    if name != UserError.__name__:
+                        raise
+                    raise UserError(problem=text) from error
                 if len(indices) > 1:
                     calls += [started([index]) for index in indices]
                 else:
