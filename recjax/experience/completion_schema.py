@@ -5,6 +5,7 @@ every door, apart from the name of the place: key, value, problem and remedy.
 """
 
 import bisect
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +44,7 @@ class _Message(TypedDict):
     content: _MaybeEmpty
 
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every value
+encode_json = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every value
 
 
 def _json_object(value: Any) -> Any:
@@ -53,7 +54,7 @@ def _json_object(value: Any) -> Any:
     if not isinstance(value, dict):
         raise ValueError
     try:
-        _encode(value).encode()
+        encode_json(value).encode()
     except (TypeError, RecursionError) as error:
         raise ValueError from error
     return value
@@ -105,7 +106,7 @@ _PARTS_OF_TURNS = (
 # In the order of exports and docs/store_format.md.
 _COLUMNS = (
     Column("number", "int64", "place in order of arrival, from 1"),
-    Column("id", "text", "unique name", _Text, _A_TEXT, "give every completion an id"),
+    Column("id", "text", "unique name", _Text, _A_TEXT, "give every completion an id of its own"),
     Column(
         "group_id",
         "text",
@@ -362,9 +363,7 @@ STORED = (
     *("prompt", "messages", "completion", "answer", "metadata", "token_versions", "turns", "row_lengths"),
     *("prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs", "recorded"),
 )
-DERIVED = tuple(
-    column.name for column in _COLUMNS if column.accepts is None and column.name not in ("number", "recorded")
-)
+DERIVED = tuple(column.name for column in _COLUMNS if not column.meaning and column.accepts is None)
 EXPORTED = tuple(column.name for column in _COLUMNS if column.name not in ("number", *DERIVED))
 DTYPES = MappingProxyType({"int32[]": "<i4", "bool[]": "bool", "float32[]": "<f4"})  # arrays by kind, as in a store
 
@@ -395,22 +394,21 @@ def to_array(name: str, values: Any, where: str) -> np.ndarray:
     Raises:
         UserError: not a list, or one with an element of another type.
     """
-    types, kinds = _ELEMENTS[COLUMNS[name].kind]
+    kind = COLUMNS[name].kind
+    types, kinds = _ELEMENTS[kind]
     if hasattr(values, "__array__"):
         array = np.asarray(values)
         if array.ndim == 1 and (array.dtype.kind in kinds or not len(array)):
             return array
         values = array.tolist()
     elif isinstance(values, list) and {*map(type, values)} <= types:
-        array = np.array(values)
-        if array.dtype.kind in kinds or not len(array):
-            return array.astype(_LIST_DTYPES[COLUMNS[name].kind])
-    return np.array(check_value(name, values, where), _LIST_DTYPES[COLUMNS[name].kind])
+        with contextlib.suppress(OverflowError), np.errstate(over="ignore"):
+            return np.array(values, DTYPES[kind])
+    return np.array(check_value(name, values, where), DTYPES[kind])
 
 
 # By kind of a column: types of a list's elements, and kinds of NumPy's types.
 _ELEMENTS = {"int32[]": ({int}, "iu"), "bool[]": ({bool}, "b"), "float32[]": ({int, float}, "fiu")}
-_LIST_DTYPES = {"int32[]": np.int64, "bool[]": bool, "float32[]": np.float64}
 
 
 def field(name: str) -> Any:
