@@ -531,7 +531,7 @@ class Check:
             where = self._where(owners[place], name)
             self._keep(owners[place], _mistake(column, where, values[place], error, outer=1))
 
-    def unique(self, ids: Sequence[str]) -> None:
+    def unique(self, ids: Sequence[Any]) -> None:
         """Refuses an id that an earlier completion has."""
         ids = ids[: self.count]
         if len({*ids}) == len(ids):
@@ -771,9 +771,9 @@ def _check_tokens(check: Check, records: Sequence[Any], completions: Sequence[Co
 
 
 def _check_turns(check: Check, completions: Sequence[Completion]) -> None:
-    versions = {index: list(one.version_runs) for index, one in enumerate(completions) if one.version_runs}
+    versions = {index: list(map(list, one.version_runs)) for index, one in enumerate(completions) if one.version_runs}
     check.plain("token_versions", list(versions.values()), list(versions))
-    turns = {index: list(one.turns) for index, one in enumerate(completions) if one.turns}
+    turns = {index: list(map(list, one.turns)) for index, one in enumerate(completions) if one.turns}
     check.plain("turns", list(turns.values()), list(turns))
     for index in sorted({*versions, *turns}):
         if index >= check.count:
@@ -790,8 +790,7 @@ def _check_turns(check: Check, completions: Sequence[Completion]) -> None:
 
 def _ends_a_turn(completion: Completion, row: int, end: int) -> bool:
     """True if the policy sampled the last token before `end` in a row."""
-    return (
-        row < len(completion.rows)
-        and 0 < end <= len(completion.rows[row].tokens)
-        and completion.rows[row].mask[end - 1]
-    )
+    if row >= len(completion.rows):
+        return False
+    mask = completion.rows[row].mask
+    return 0 < end <= len(mask) and bool(mask[end - 1])
