@@ -200,10 +200,11 @@ def _imported(places: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Rec
         check.plain(name, [row[name] for row in rows])
     _check_prompts(check, rows)
     check.prompts(range(len(rows)), [_or_empty(row["prompt_tokens"]) for row in rows])
-    has_tokens = [any(len(_or_empty(row[name])) for name in _OF_TOKENS) for row in rows[: check.count]]
+    has_tokens = [any(_has_values(row[name]) for name in _OF_TOKENS) for row in rows[: check.count]]
     owners = list(itertools.compress(range(check.count), has_tokens))
-    tokens, masks, logprobs = [[_or_empty(rows[index][name]) for index in owners] for name in _OF_TOKENS]
-    check.rows(owners, tokens, masks, [values if len(values) else None for values in logprobs])
+    tokens, masks, logprobs = [[rows[index][name] for index in owners] for name in _OF_TOKENS]
+    logprobs = [values if _has_values(values) else None for values in logprobs]
+    check.rows(owners, list(map(_or_empty, tokens)), list(map(_or_empty, masks)), logprobs)
     check.finish()
     records = [_record(place, row) for place, row in zip(places, rows, strict=True)]
     check_records(records, places.__getitem__)
@@ -213,13 +214,16 @@ def _imported(places: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Rec
 _OF_TOKENS = ("completion_tokens", "completion_mask", "behavior_logprobs")
 
 
-def _or_empty(values: Any) -> Any:
-    """An empty list for null; values of a wrong type become a list with them, which their check refuses."""
-    if values is None:
-        return []
+def _has_values(values: Any) -> bool:
+    """True for all values except null and an empty list."""
     if isinstance(values, list | np.ndarray):
-        return values
-    return [values]
+        return len(values) > 0
+    return values is not None
+
+
+def _or_empty(values: Any) -> Any:
+    """An empty list for null."""
+    return [] if values is None else values
 
 
 def _decode(check: Check, name: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -349,9 +349,10 @@ def unchecked(change, row=None):
     values |= {"prompt_tokens": change["prompt_tokens"]} if "prompt_tokens" in change else {}
     grade = one.grade._asdict()
     grade |= {key: change[key] for key in ("reward", "reward_parts", "accurate") if key in change}
+    grade |= {"turns": change["turn_rewards"]} if "turn_rewards" in change else {}
     of_sampling = {key: change[key] for key in one.sampling._fields if key in change}
     sampling = made(type(one.sampling), one.sampling._asdict() | of_sampling) if of_sampling else one.sampling
-    own = {"completion": "text"} | {key: key for key in ("id", "source", "policy_version", "metadata")}
+    own = {"completion": "text"} | {key: key for key in ("id", "source", "policy_version", "metadata", "truncated")}
     ours = {own[key]: value for key, value in change.items() if key in own}
     one = one._replace(rows=(made(Row, values),), grade=made(Grade, grade), sampling=sampling, **ours)
     prompt = change.get("messages", change.get("prompt", group.prompt))
