@@ -679,8 +679,7 @@ def check_records(
     check.plain("truncated", [completion.truncated for completion in completions])
     check.plain("policy_version", [completion.policy_version for completion in completions])
     check.plain("metadata", [completion.metadata for completion in completions])
-    _check_prompts(check, [group.prompt for group in groups])
-    _check_sampling(check, [completion.sampling for completion in completions])
+    _check_shared(check, [group.prompt for group in groups], [completion.sampling for completion in completions])
     _check_grades(check, completions)
     _check_tokens(check, records, completions)
     _check_turns(check, completions)
@@ -693,7 +692,8 @@ def _first_uses(values: Sequence[Any]) -> dict[int, Any]:
     return {index: values[index] for index in sorted(firsts.values())}
 
 
-def _check_prompts(check: Check, prompts: Sequence[Any]) -> None:
+def _check_shared(check: Check, prompts: Sequence[Any], samplings: Sequence[Sampling | None]) -> None:
+    """Checks prompts and distributions, which many completions share, once each."""
     texts = {}
     chats = {}
     for index, prompt in _first_uses(prompts).items():
@@ -703,12 +703,9 @@ def _check_prompts(check: Check, prompts: Sequence[Any]) -> None:
             chats[index] = prompt
     check.plain("prompt", list(texts.values()), list(texts))
     check.plain("messages", list(chats.values()), list(chats))
-
-
-def _check_sampling(check: Check, samplings: Sequence[Sampling | None]) -> None:
     known = {index: sampling for index, sampling in _first_uses(samplings).items() if sampling is not None}
-    for name, values in zip(Sampling._fields, zip(*known.values(), strict=True), strict=False):
-        check.plain(name, values, list(known), is_nullable=False)
+    for name in Sampling._fields:
+        check.plain(name, [getattr(sampling, name) for sampling in known.values()], list(known), is_nullable=False)
 
 
 def _check_grades(check: Check, completions: Sequence[Completion]) -> None:
@@ -783,14 +780,10 @@ def _check_turns(check: Check, completions: Sequence[Completion]) -> None:
         if completion.version_runs and counted != completion.sampled_tokens:
             problem = f"counts {counted} tokens, and the policy sampled {completion.sampled_tokens}"
             check.refuse(index, "token_versions", versions[index], problem, COLUMNS["token_versions"].remedy)
-        elif not all(_ends_a_turn(completion, row, end) for row, end in completion.turns):
-            problem = "has a pair that is not the index of a row and the end of sampled tokens in it"
-            check.refuse(index, "turns", turns[index], problem, COLUMNS["turns"].remedy)
-
-
-def _ends_a_turn(completion: Completion, row: int, end: int) -> bool:
-    """True if the policy sampled the last token before `end` in a row."""
-    if row >= len(completion.rows):
-        return False
-    mask = completion.rows[row].mask
-    return 0 < end <= len(mask) and bool(mask[end - 1])
+            return
+        for row, end in completion.turns:
+            is_within = row < len(completion.rows) and 0 < end <= len(completion.rows[row].tokens)
+            if not is_within or not completion.rows[row].mask[end - 1]:
+                problem = "has a pair that is not the index of a row and the end of sampled tokens in it"
+                check.refuse(index, "turns", turns[index], problem, COLUMNS["turns"].remedy)
+                return

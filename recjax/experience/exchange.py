@@ -98,14 +98,23 @@ def read_exported(path: Path) -> Iterator[Record] | None:
             except (ValueError, RecursionError):  # `foreign.import_rows` reports the error
                 return None
         is_ours = isinstance(first, dict) and first.keys() == set(SCHEMA.names)
-    return _records(path) if is_ours else None
+    if not is_ours:
+        return None
+    if path.suffix == ".jsonl":
+        return _records(_lines(path))
+    return _records(_parquet_rows(path))
 
 
-def _records(path: Path) -> Iterator[Record]:
-    rows = _lines(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+def _records(rows: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Record]:
+    """The completions of rows with their places, checked as many together as are converted together."""
     while batch := list(itertools.islice(rows, TOGETHER)):
-        places, values = zip(*batch, strict=True)
-        yield from _imported(places, values)
+        places = [place for place, _ in batch]
+        check = Check(len(batch), places.__getitem__)
+        _check_columns(check, [row for _, row in batch])
+        check.finish()
+        records = [_record(place, row) for place, row in batch]
+        check_records(records, places.__getitem__)
+        yield from records
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -162,8 +171,10 @@ def _arrays(column: pa.ListArray) -> list[Any]:
         return column.to_pylist()
     ends = np.cumsum(column.value_lengths().fill_null(0).to_numpy())
     arrays = np.split(elements.to_numpy(zero_copy_only=False), ends[:-1])
-    is_known = column.is_valid().to_pylist()
-    return [array if known else None for array, known in zip(arrays, is_known, strict=True)]
+    lists: list[Any] = []
+    for array, is_known in zip(arrays, column.is_valid().to_pylist(), strict=True):
+        lists.append(array if is_known else None)
+    return lists
 
 
 def _exported(record: Record) -> dict[str, Any]:
@@ -185,30 +196,23 @@ def _exported(record: Record) -> dict[str, Any]:
     return {name: row[name] for name in SCHEMA.names}
 
 
-def _imported(places: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Record]:
-    """The completions of rows, whose columns are checked."""
-    check = Check(len(rows), places.__getitem__)
+def _check_columns(check: Check, rows: Sequence[dict[str, Any]]) -> None:
+    """Checks each column of rows; brings nulls and the parts of rewards into the form of `record_of`."""
     for name in _JSON:
         _decode(check, name, rows)
-    for index, row in enumerate(rows):
-        if isinstance(row["reward_parts"], list):
-            row["reward_parts"] = _parts(row["reward_parts"]) or None
-        if not isinstance(row["recorded"], bytes | None):
-            check.refuse(index, "recorded", row["recorded"], "takes text in base64, or null", _AGAIN)
-            break
+    _check_forms(check, rows)
     for name in _PLAIN:
         check.plain(name, [row[name] for row in rows])
-    _check_prompts(check, rows)
+    texts = [index for index, row in enumerate(rows) if row["messages"] is None]
+    check.plain("prompt", [rows[index]["prompt"] for index in texts], texts)
+    chats = [index for index, row in enumerate(rows) if row["messages"] is not None]
+    check.plain("messages", [rows[index]["messages"] for index in chats], chats)
     check.prompts(range(len(rows)), [_or_empty(row["prompt_tokens"]) for row in rows])
     has_tokens = [any(_has_values(row[name]) for name in _OF_TOKENS) for row in rows[: check.count]]
     owners = list(itertools.compress(range(check.count), has_tokens))
     tokens, masks, logprobs = [[rows[index][name] for index in owners] for name in _OF_TOKENS]
     logprobs = [values if _has_values(values) else None for values in logprobs]
     check.rows(owners, list(map(_or_empty, tokens)), list(map(_or_empty, masks)), logprobs)
-    check.finish()
-    records = [_record(place, row) for place, row in zip(places, rows, strict=True)]
-    check_records(records, places.__getitem__)
-    return records
 
 
 _OF_TOKENS = ("completion_tokens", "completion_mask", "behavior_logprobs")
@@ -240,23 +244,23 @@ def _decode(check: Check, name: str, rows: Sequence[dict[str, Any]]) -> None:
     check.plain(name, values)
 
 
-def _parts(pairs: list) -> Any:
-    """The parts of a reward; other lists unchanged."""
-    if all(isinstance(pair, dict) and pair.keys() == {"name", "value"} for pair in pairs):
-        with contextlib.suppress(TypeError):  # a name that is no text
-            return {pair["name"]: pair["value"] for pair in pairs}
-    return pairs
-
-
-def _check_prompts(check: Check, rows: Sequence[Mapping[str, Any]]) -> None:
+def _check_forms(check: Check, rows: Sequence[dict[str, Any]]) -> None:
+    """Checks columns that have another form in exports than in completions."""
     for index, row in enumerate(rows[: check.count]):
+        pairs = row["reward_parts"]
+        # The column's check refuses lists of anything else.
+        if isinstance(pairs, list) and all(isinstance(pair, dict) and pair.keys() == _PAIR for pair in pairs):
+            with contextlib.suppress(TypeError):  # a name that is no text
+                row["reward_parts"] = {pair["name"]: pair["value"] for pair in pairs} or None
         if row["prompt"] is not None and row["messages"] is not None:
             check.refuse(index, "prompt", row["prompt"], "stands next to messages", COLUMNS["prompt"].remedy)
-            break
-    texts = [index for index, row in enumerate(rows) if row["messages"] is None]
-    check.plain("prompt", [rows[index]["prompt"] for index in texts], texts)
-    chats = [index for index, row in enumerate(rows) if row["messages"] is not None]
-    check.plain("messages", [rows[index]["messages"] for index in chats], chats)
+            return
+        if not isinstance(row["recorded"], bytes | None):
+            check.refuse(index, "recorded", row["recorded"], "takes text in base64, or null", _AGAIN)
+            return
+
+
+_PAIR = {"name", "value"}
 
 
 def _record(place: str, row: Mapping[str, Any]) -> Record:

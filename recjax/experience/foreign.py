@@ -1,5 +1,6 @@
 """Converts completions in JSON Lines, CSV and Parquet files of other programs to records of a store."""
 
+import contextlib
 import csv
 import hashlib
 import json
@@ -136,25 +137,19 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
                     raise UserError(where, f"more or fewer cells than the {len(reader.fieldnames)} columns")
                 row = {name: cell if cell or name == columns.completion else None for name, cell in cells.items()}
                 for name in structured & row.keys():
-                    row[name] = _cell_value(row[name])
+                    cell = row[name]
+                    if cell is None:
+                        continue
+                    if cell.lower() in ("true", "false"):  # spreadsheets write TRUE and FALSE
+                        cell = cell.lower()
+                    with contextlib.suppress(ValueError, RecursionError):  # the column's check refuses other text
+                        row[name] = json.loads(cell)
                 yield FileRow(row, where)
         except csv.Error as error:
             raise UserError(f"--input: {file}: line {reader.line_num}", str(error)) from error
         except UnicodeDecodeError as error:
             where = f"--input: {file}: after line {reader.line_num}"
             raise UserError(where, f"is not UTF-8 ({error.reason})", "save the file as UTF-8") from error
-
-
-def _cell_value(cell: str | None) -> Any:
-    """The JSON value of a cell; the cell itself if it is no JSON, which the check of its column refuses."""
-    if cell is None:
-        return None
-    if cell.lower() in ("true", "false"):  # spreadsheets write TRUE and FALSE
-        cell = cell.lower()
-    try:
-        return json.loads(cell)
-    except (ValueError, RecursionError):
-        return cell
 
 
 class _Source(NamedTuple):
@@ -194,7 +189,8 @@ def _record(
         group = _label(row, "group")
     answer = row.given.get("answer")
     if answer is not None:
-        answer = row.checked("answer", _as_text_or_same(answer))
+        text = as_text(answer)
+        answer = row.checked("answer", answer if text is None else text)
         if not answer:
             raise row.error("answer", "is empty", "give the reference answer, or null")
     prompt_tokens, rows, distribution = _tokens(row, tokenizer, sampling)
@@ -288,12 +284,6 @@ def _chat(row: _Source, column: str, messages: Any) -> list[dict[str, str]]:
             problem = f"a message has {', '.join(more)}, which a store cannot hold"
             raise row.error(column, problem, "move the value into the content")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def _as_text_or_same(value: Any) -> Any:
-    """Text, or a number as text; other values unchanged."""
-    text = as_text(value)
-    return value if text is None else text
 
 
 def _label(row: _Source, column: str) -> str:

@@ -81,11 +81,6 @@ def read_body(kind: type[T], values: Any) -> T:
     raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
 
 
-def _key(error: UserError) -> str:
-    """The key that an error is about, without the path to an element of its value."""
-    return re.match(r"\w*", str(error.where))[0]
-
-
 def fits(kind: Any, takes: str, check: Callable[[Any], bool] = lambda value: True) -> Any:
     """The type `kind` with the values it takes in words, and a function that is true for them."""
 
@@ -396,7 +391,8 @@ class RewardBody(Body):
         try:
             return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
         except UserError as error:
-            raise Refused(400, str(error), param=_key(error)) from error
+            key = re.match(r"\w*", str(error.where))[0]  # without the path to an element of the value
+            raise Refused(400, str(error), param=key) from error
 
     def turn_reward(self) -> float:
         """The reward of a single turn.
