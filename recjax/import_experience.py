@@ -25,7 +25,6 @@ from recjax.experience.exchange import TOGETHER, read_exported
 from recjax.experience.foreign import Columns, Imported, import_rows
 from recjax.experience.records import Record
 from recjax.experience.store import Change, Store
-from recjax.experience.store_checks import check_records
 from recjax.host_memory import disable_collector
 from recjax.models.sampling import Sampling
 
@@ -67,7 +66,6 @@ def import_files(
             if any((tokens >= size).any() for tokens in (record.group.prompt_tokens, *rows)):
                 raise UserError(where, f"a token id is {size} or more, beyond the vocabulary of {tokenizer}")
         check_texts(imported.records, vocabulary, imported.places.__getitem__)
-    check_records(imported.records, imported.places.__getitem__)  # before the store is created
     with Store(place, create=True) as store:
         store.change(_changes(imported.records), are_checked=True)
     return imported
@@ -83,7 +81,7 @@ def import_exports(exports: Sequence[Iterable[Record]], place: str | Path) -> in
         UserError: a completion is invalid, or the store already has it.
     """
     with Store(place, create=True) as store:
-        return store.change(_changes(itertools.chain.from_iterable(exports)))
+        return store.change(_changes(itertools.chain.from_iterable(exports)), are_checked=True)
 
 
 def _changes(records: Iterable[Record]) -> Iterator[Change]:

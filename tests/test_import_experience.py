@@ -138,9 +138,9 @@ def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_pa
     assert stored.behavior_logprobs.tolist() == [-0.5, -0.25] and stored.prompt_tokens is None
     assert stored.tokenizer == tokenizer_name(character_tokenizer("1+2="))
     assert stored.sampling == Sampling(0.7, 0, 1.0, 0.2)
-    with pytest.raises(ValueError, match="line 1: tokens: .*give --tokenizer"):
+    with pytest.raises(ValueError, match="line 1: tokens = .*: token ids need their vocabulary; give --tokenizer"):
         import_files(files, tmp_path / "t", columns)
-    with pytest.raises(ValueError, match="line 1: logprobs: .*give --temperature"):
+    with pytest.raises(ValueError, match="line 1: logprobs = .*give --temperature"):
         import_files(files, tmp_path / "t", columns, None, str(tmp_path / "model"))
     beyond = write(tmp_path / "b.jsonl", [{**row, "tokens": [3, 5]}])
     with pytest.raises(ValueError, match="line 1: a token id is 5 or more"):
@@ -159,33 +159,48 @@ BAD = {
     "no object": ("[1, 2]", "object with named columns"),
     "no prompt": ({"completion": "x"}, "found neither; the row has 'completion'"),
     "two prompts": ({"prompt": "x", "messages": [USER], "completion": "x"}, "found both"),
-    "empty prompt": ({"prompt": "", "completion": "x"}, "prompt: '': takes text"),
-    "no completion": ({"prompt": "x"}, "completion: None: takes text"),
-    "user's last word": ({"messages": [USER, USER]}, "messages: .*the last one from the assistant"),
-    "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages: .*at least two messages"),
+    "empty prompt": (
+        {"prompt": "", "completion": "x"},
+        "prompt = '': takes text that is not empty, or a list of messages; give one",
+    ),
+    "no completion": ({"prompt": "x"}, "completion = None: takes text; give the reply"),
+    "user's last word": ({"messages": [USER, USER]}, "messages = .*the last one from the assistant"),
+    "answer alone": ({"messages": [{"role": "assistant", "content": "4"}]}, "messages = .*at least two messages"),
     "assistant's prompt": ({"messages": [USER, ASSISTANT, ASSISTANT]}, "messages: the last message is an assistant's"),
     "assistant's message": ({"prompt": [USER, ASSISTANT], "completion": "x"}, "prompt: the last message is an assista"),
     "no content": ({"messages": [{"role": "user"}], "completion": "x"}, "messages: message 0: content = None"),
     "tool calls": ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [1]}]}, "'tool_calls'"),
-    "reward text": ({**PLAIN[0], "reward": "good"}, "reward: 'good': takes finite numbers"),
-    "reward truth": ({**PLAIN[0], "reward": True}, "reward: True: takes finite numbers"),
-    "reward NaN": ({**PLAIN[0], "reward": float("nan")}, "reward: nan: takes finite numbers"),
-    "parts": ({**PLAIN[0], "reward_parts": {"a": "b"}}, "reward_parts: .*takes finite numbers"),
+    "reward text": ({**PLAIN[0], "reward": "good"}, "reward = 'good': takes a finite number from -1e9 to 1e9"),
+    "reward truth": ({**PLAIN[0], "reward": True}, "reward = True: takes a finite number from -1e9 to 1e9"),
+    "reward NaN": ({**PLAIN[0], "reward": float("nan")}, "reward = nan: takes a finite number from -1e9 to 1e9"),
+    "parts": ({**PLAIN[0], "reward_parts": {"a": "b"}}, r"reward_parts\.a = 'b': takes a finite number"),
     "parts of recjax": (
         {**PLAIN[0], "reward_parts": {"length": 1}},
         "reward_parts: has a part 'length'; recjax itself",
     ),
-    "parts alone": ({**PLAIN[0], "reward": None, "reward_parts": {"a": 1}}, "reward_parts: .*but the reward is null"),
-    "answer": ({**PLAIN[0], "answer": ["2"]}, "answer: .*text or a number"),
-    "truncated": ({**PLAIN[0], "truncated": "no"}, "truncated: 'no': takes true and false"),
-    "filtered": ({**PLAIN[0], "finish_reason": "content_filter"}, "finish_reason: 'content_filter'"),
-    "contradiction": ({**PLAIN[0], "finish_reason": "length"}, "truncated: False: contradicts"),
+    "parts alone": (
+        {**PLAIN[0], "reward": None, "reward_parts": {"a": 1}},
+        "reward_parts = .*: has reward parts, but the reward is null",
+    ),
+    "answer": ({**PLAIN[0], "answer": ["2"]}, r"answer = \['2'\]: takes text, or null"),
+    "truncated": ({**PLAIN[0], "truncated": "no"}, "truncated = 'no': takes true or false"),
+    "filtered": ({**PLAIN[0], "finish_reason": "content_filter"}, "finish_reason = 'content_filter': takes stop"),
+    "contradiction": (
+        {**PLAIN[0], "finish_reason": "length"},
+        "truncated = False: contradicts finish_reason = 'length'",
+    ),
     "log-probs alone": ({**PLAIN[0], "logprobs": [-1.0]}, "'prompt_tokens' .--tokens_column and .* --tokenizer"),
-    "log-probs short": ({**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0]}, "behavior_logprobs: .*as long as"),
-    "log-probs positive": ({**PLAIN[0], "tokens": [3], "logprobs": [1.0]}, "behavior_logprobs: .*at most 0"),
-    "tokens": ({**PLAIN[0], "tokens": [1.5]}, "tokens: .*list of token ids"),
-    "no tokens": ({**PLAIN[0], "tokens": []}, "tokens: .*no token"),
-    "token of 64 bits": ({**PLAIN[0], "tokens": [2**40]}, "token ids are whole numbers"),
+    "log-probs short": (
+        {**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0]},
+        r"logprobs = \[-1.0\]: has 1 values for 2 tokens",
+    ),
+    "log-probs positive": (
+        {**PLAIN[0], "tokens": [3], "logprobs": [1.0]},
+        r"logprobs\[0\] = 1.0: takes a log-probability, a finite number of at most 0",
+    ),
+    "tokens": ({**PLAIN[0], "tokens": [1.5]}, r"tokens\[0\] = 1.5: takes a token id"),
+    "no tokens": ({**PLAIN[0], "tokens": []}, r"tokens = \[\]: has no tokens; give at least one"),
+    "token of 64 bits": ({**PLAIN[0], "tokens": [2**40]}, r"tokens\[0\] = 1099511627776: takes a token id"),
 }
 
 
@@ -208,14 +223,14 @@ def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
         ("a.parquet", "no parquet", "a.parquet: .*magic"),
         ("a.csv", "prompt,completion\na,b,c\n", "line 2: more or fewer cells than the 2 columns"),
         ("a.csv", "prompt,completion,reward\na,b\n", "line 2: more or fewer cells"),
-        ("a.csv", "prompt,completion,reward\na,b,high\n", "line 2: reward: 'high' is neither"),
+        ("a.csv", "prompt,completion,reward\na,b,high\n", "line 2: reward = 'high': takes a finite number"),
         ("a.csv", "prompt,completion,prompt\na,b,c\n", "a.csv: line 1: the column 'prompt' is given twice"),
         (
             "a.jsonl",
             '{"prompt": "a", "completion": "b", "completion": "c"}',
             "line 1: the key 'completion' is given twice",
         ),
-        ("a.jsonl", '{"prompt": "a", "completion": "b", "answer": NaN}', "line 1: answer: nan: takes text or a number"),
+        ("a.jsonl", '{"prompt": "a", "completion": "b", "answer": NaN}', "line 1: answer = nan: takes text, or null"),
         ("a.csv", 'prompt,completion\na,"b\n', "a.csv: line 1: unexpected end"),
         ("a.jsonl", "[" * 100_000, "a.jsonl: line 1: is nested too deeply"),
         ("a.jsonl", "PAR1", "a.jsonl: holds Parquet data"),
@@ -304,14 +319,14 @@ def test_an_answer_has_the_digits_of_its_columns_type_and_log_probs_keep_theirs(
 def test_a_column_that_is_named_must_be_there(tmp_path):
     path = write(tmp_path / "a.jsonl", PLAIN)
     for column in ("reward", "group", "id"):
-        with pytest.raises(ValueError, match=f"--{column}_column 'score'|score: None"):
+        with pytest.raises(ValueError, match=f"--{column}_column 'score'|score = None"):
             import_rows([path], Columns()._replace(**{column: "score"}), TIME)
 
 
 def test_the_same_file_is_imported_once(tmp_path):
     path = write(tmp_path / "a.jsonl", PLAIN)
     import_files([path], tmp_path / "s", Columns())
-    with pytest.raises(ValueError, match="already has a row with id"):
+    with pytest.raises(ValueError, match="id = '.*': is the id of an earlier completion"):
         import_files([path], tmp_path / "s", Columns())
     assert len(read_columns(tmp_path / "s")) == 3
 
@@ -367,7 +382,7 @@ def test_an_export_is_the_same_store_again(tmp_path, ending, together, monkeypat
     assert import_exports([read_exported(file)], tmp_path / "again.db") == len(ROWS)
     ours, theirs = everything(tmp_path / "again.db"), everything(tmp_path / "store.db")
     assert len(ours) == len(theirs) and all(map(same, ours, theirs))
-    with pytest.raises(ValueError, match="already has a row with id 'row 0'"):
+    with pytest.raises(ValueError, match="id = 'row 0': is the id of an earlier completion"):
         import_exports([read_exported(file)], tmp_path / "again.db")
     grades = [one.completion.grade for one in theirs]
     rewards = [grade and grade.reward for grade in grades]
@@ -383,29 +398,38 @@ def test_an_export_is_the_same_store_again(tmp_path, ending, together, monkeypat
     ("change", "message"),
     [
         (lambda t: t.replace_schema_metadata({b"recjax.experience.version": b"3"}), "store version '3', and this"),
-        (lambda t: t.drop_columns(["answer"]), "column answer is missing"),
+        (lambda t: t.drop_columns(["answer"]), "answer: is missing; export the store again"),
         (
             lambda t: t.set_column(t.schema.get_field_index("reward"), "reward", t["reward"].cast(pa.string())),
-            "column reward has type string; convert it to double",
+            "reward: has type string; convert it to double",
         ),
-        (lambda t: with_first(t, "completion_tokens", [1, None, 2]), r"row 0: column completion_tokens: .*has a null"),
+        (
+            lambda t: with_first(t, "completion_tokens", [1, None, 2]),
+            r"row 0: completion_tokens\[1\] = None: takes a token id",
+        ),
         (
             lambda t: with_first(t, "completion_mask", [True]),
-            "row 0: columns .*_mask.*different lengths, 3, 1",
+            r"row 0: completion_mask = \[True\]: has 1 values for 3 tokens",
         ),
         (
             lambda t: with_first(t, "row_lengths", "[1, [null, 3]]"),
             "columns .*row_lengths: have different lengths",
         ),
-        (lambda t: with_first(t, "turns", "[[0, 9]]"), r"column turns: \(0, 9\): takes the index of a row"),
-        (lambda t: with_first(t, "turns", "[["), r"row 0: column turns: '\[\[': takes the text of JSON, or null"),
+        (
+            lambda t: with_first(t, "turns", "[[0, 9]]"),
+            r"row 0: turns = \[\[0, 9\]\]: has a pair that is not the index of a row",
+        ),
+        (lambda t: with_first(t, "turns", "[["), r"row 0: turns = '\[\[': takes the text of JSON, or null"),
         (
             lambda t: with_first(t, "token_versions", "[[1, 2], [2, 2]]"),
-            "column token_versions: .*takes pairs of",
+            r"row 0: token_versions = \[\[1, 2\], \[2, 2\]\]: counts 4 tokens, and the policy sampled 3",
         ),
         (lambda t: with_first(t, "recorded", b"x"), "row 0: recorded arrays cannot be read"),
-        (lambda t: with_first(t, "time", None), "row 0: column time: None: must be given in every row"),
-        (lambda t: with_first(t, "messages", [{"role": "user", "content": "a"}]), "give one of prompt and messages"),
+        (lambda t: with_first(t, "time", None), "row 0: time = None: takes a date and time"),
+        (
+            lambda t: with_first(t, "messages", [{"role": "user", "content": "a"}]),
+            "row 0: prompt = '.*': stands next to messages; give one of prompt and messages",
+        ),
     ],
 )
 def test_files_of_another_version_or_shape_are_refused(tmp_path, change, message):

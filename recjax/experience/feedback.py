@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from recjax.errors import UserError
+from recjax.experience.completion_schema import check_value, uneven
 from recjax.experience.group import Grade
 from recjax.experience.store import TURNS, Store
-from recjax.experience.store_checks import MOST_REWARD, are_parts, is_finite_number
 from recjax.tasks.grading.reward import check_part_names
 
 _GIVEN = ("reward", "reward_parts", "accurate", "turn_rewards")
@@ -33,14 +33,14 @@ def give_rewards(
     Args:
         place: function from an entry's number to its name in error messages.
     Raises:
-        ValueError: an unusable entry, an unknown id, two rewards for one completion, a completion with a different
+        UserError: an unusable entry, an unknown id, two rewards for one completion, a completion with a different
             reward, or a damaged store. The store stays unchanged.
     """
     for number, entry in enumerate(entries):
         if unknown := [key for key in entry if key not in _KEYS]:
-            raise UserError("", f"{place(number)}: unknown key {unknown[0]!r}; an entry takes {', '.join(_KEYS)}")
+            raise UserError(place(number), f"unknown key {unknown[0]!r}", f"an entry takes {', '.join(_KEYS)}")
         if (entry.get("id") is None) == (entry.get("group_id") is None):
-            raise UserError("", f"{place(number)}: give exactly one of id and group_id; found {entry!r:.80}")
+            raise UserError(place(number), "give exactly one of id and group_id", f"found {entry!r:.80}")
     store.check_indexes()
     known = {
         key: store.numbers(key, [str(entry[key]) for entry in entries if entry.get(key) is not None])
@@ -59,17 +59,14 @@ def give_rewards(
         for name, *values in _resolved(entry, known, place(number)):
             try:
                 grade = whole_grade(*values, turns.get(name, 1), of_turns.get(name, ()))
-            except ValueError as error:
-                raise UserError("", f"{place(number)}: {error}") from error
+            except UserError as error:
+                raise error.within(place(number)) from error
             earlier = before.get(name) or new.get(name)
             if earlier is not None and earlier[0] != grade:
                 where = "the store" if name in before else "an earlier entry"
                 (record,) = store.read([name], None)
-                raise UserError(
-                    "",
-                    f"{place(number)}: row {record.completion.id!r} has another reward, {earlier[0].reward}, in"
-                    f" {where}; rewards cannot be changed",
-                )
+                problem = f"row {record.completion.id!r} has another reward, {earlier[0].reward}, in {where}"
+                raise UserError(f"{place(number)}: reward", problem, "rewards cannot be changed", grade.reward)
             if name in before:
                 had_it.add(name)
             else:
@@ -98,32 +95,26 @@ def whole_grade(
         turns: number of turns.
         known: reward of each turn that the turns have; empty if they have none.
     Raises:
-        ValueError: an invalid value, or another reward for a turn.
+        UserError: an invalid value, or another reward for a turn.
     """
-    takes = f"finite numbers of at most {MOST_REWARD:g}"
     if turn_rewards is not None:
-        are_rewards = isinstance(turn_rewards, list | tuple) and all(map(is_finite_number, turn_rewards))
-        if not are_rewards or len(turn_rewards) != turns:
-            raise UserError(
-                "", f"turn_rewards = {turn_rewards!r:.80}: takes a list of {takes}, one for each of {turns} turns"
-            )
-        turn_rewards = tuple(map(float, turn_rewards))
+        turn_rewards = tuple(check_value("turn_rewards", turn_rewards, "turn_rewards"))
+        if len(turn_rewards) != turns:
+            raise UserError("turn_rewards", *uneven(turn_rewards, turns), list(turn_rewards))
         if known and turn_rewards != tuple(known):
             listed = ", ".join(f"{value:g}" for value in known)
-            raise UserError(
-                "", f"turn_rewards = {turn_rewards!r:.80}: the turns already have the rewards {listed}; remove it"
-            )
+            problem = f"the turns already have the rewards {listed}"
+            raise UserError("turn_rewards", problem, "remove it", list(turn_rewards))
     turn_rewards = turn_rewards or tuple(known)
-    reward = sum(turn_rewards) if reward is None and turn_rewards else reward
-    if not is_finite_number(reward):
-        raise UserError("", f"reward = {reward!r:.80}: takes {takes}")
-    if parts is not None and not (parts and are_parts(parts)):
-        raise UserError("", f"reward_parts = {parts!r:.80}: takes names and finite numbers")
-    check_part_names(parts or (), "reward_parts")
-    if not isinstance(accurate, bool | None):
-        raise UserError("", f"accurate = {accurate!r:.80}: takes true and false")
-    parts = parts and {name: float(value) for name, value in parts.items()}
-    return Grade(float(reward), parts, accurate, turns=turn_rewards)
+    if reward is None and turn_rewards:
+        reward = sum(turn_rewards)
+    reward = check_value("reward", reward, "reward")
+    if parts is not None:
+        parts = check_value("reward_parts", parts, "reward_parts")
+        check_part_names(parts, "reward_parts")
+    if accurate is not None:
+        accurate = check_value("accurate", accurate, "accurate")
+    return Grade(reward, parts, accurate, turns=turn_rewards)
 
 
 def _resolved(
@@ -132,7 +123,7 @@ def _resolved(
     """The numbers of an entry's completions, each with its values of `_GIVEN`."""
     key = "id" if entry.get("group_id") is None else "group_id"
     if not isinstance(entry[key], str) or entry[key] not in known[key]:
-        raise UserError("", f"{place}: {key} = {entry[key]!r}: the store has no such row; correct the {key}")
+        raise UserError(f"{place}: {key}", "the store has no such row", f"correct the {key}", entry[key])
     names = known[key][entry[key]]
     columns = []
     for column in _GIVEN:
@@ -140,8 +131,7 @@ def _resolved(
         if not (key == "group_id" and isinstance(values, list)):
             values = [values] * len(names)
         if len(values) != len(names):
-            raise UserError(
-                "", f"{place}: {column} has {len(values)} values; give one for each of the {len(names)} rows"
-            )
+            problem = f"has {len(values)} values for {len(names)} rows of the group"
+            raise UserError(f"{place}: {column}", problem, "give one for each row", values)
         columns.append(values)
     return list(zip(names, *columns, strict=True))

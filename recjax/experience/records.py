@@ -16,13 +16,14 @@ import pyarrow.parquet as pq
 import xxhash
 
 from recjax.errors import UserError
+from recjax.experience.completion_schema import COLUMNS, DTYPES, STORED, encode_json
 from recjax.experience.group import Completion, Grade, Group, Row, Turn, recorded_from_bytes, recorded_to_bytes
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import problem_text
 
 CHAT_TEMPLATE = "chat_template"  # metadata key for the variables of the chat template
 PROMPT_LEFT_OUT = "(the prompt was not recorded)"  # prompt of completions whose prompt was not recorded
-_BYTES = ("prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs", "recorded")
+_BYTES = tuple(name for name in STORED if COLUMNS[name].kind in (*DTYPES, "bytes"))
 
 
 class Record(NamedTuple):
@@ -47,12 +48,9 @@ class Record(NamedTuple):
         return self.group.completions[0]
 
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every value
-
-
 def to_json(value: Any) -> str | None:
     """The text of JSON data; None for None and empty values."""
-    return _encode(value) if value else None
+    return encode_json(value) if value else None
 
 
 def from_json(text: str | None, default: Any) -> Any:
@@ -61,7 +59,7 @@ def from_json(text: str | None, default: Any) -> Any:
 
 
 def row_of(record: Record, number: int, shared: dict | None = None) -> dict[str, Any]:
-    """The columns of a completion, in order, without `checksum`.
+    """The columns of a completion, in the order of `completion_schema.STORED`.
 
     Args:
         shared: columns of earlier completions in the same call, which are the same for equal objects; the objects must

@@ -21,6 +21,7 @@ import xxhash
 from filelock import Timeout
 
 from recjax.errors import UserError
+from recjax.experience.completion_schema import COLUMNS, STORED, TAKEN, check_records
 from recjax.experience.database import (
     MAKE,
     RESTORE,
@@ -34,7 +35,6 @@ from recjax.experience.database import (
 )
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, from_json, record_of, row_of, signed_hash, to_json
-from recjax.experience.store_checks import check_records
 from recjax.files import locked_file
 from recjax.models.sampling import Sampling
 
@@ -67,6 +67,21 @@ def _number() -> sql.Column:
     return sql.Column("number", whole, primary_key=True, autoincrement=False)
 
 
+# Types by the kind of a column of completions.
+KINDS = {
+    "text": TEXT,
+    "json": TEXT,
+    "messages": TEXT,
+    "bool": sql.Boolean,
+    "int32": sql.Integer,
+    "int64": sql.BigInteger,
+    "float64": sql.Double,
+    "time": sql.Double,
+    "bytes": sql.LargeBinary,
+    "int32[]": sql.LargeBinary,
+    "bool[]": sql.LargeBinary,
+    "float32[]": sql.LargeBinary,
+}
 _TABLES = sql.MetaData()
 # The single row of this table has the numbers of the last rows, and how many rows there are.
 _STORE = sql.Table(
@@ -77,27 +92,14 @@ _STORE = sql.Table(
     *_columns(sql.BigInteger, "last_completion", "last_reward", "last_turn", "completions", "rewards", "turns"),
     *_columns(sql.LargeBinary, "checksum"),
 )
-# SQLite reads the first columns of a long row without the others, so the columns that `groups` reads are first.
 COMPLETIONS = sql.Table(
     "completions",
     _TABLES,
     _number(),
     sql.Column("id", TEXT, nullable=False, unique=True),
     sql.Column("group_id", TEXT, nullable=False),
-    *_columns(TEXT, "source", "tokenizer"),
-    *_columns(sql.BigInteger, "prompt_key", "problem_key"),
-    *_columns(sql.Integer, "prompt_length", "completion_length", "row_length", "largest_token"),
-    *_columns(sql.Boolean, "is_plain", "has_logprobs"),
-    *_columns(sql.Double, "temperature"),
-    *_columns(sql.Integer, "top_k"),
-    *_columns(sql.Double, "top_p", "min_p"),
-    *_columns(sql.Boolean, "truncated"),
-    *_columns(sql.Integer, "policy_version"),
-    *_columns(sql.Double, "time"),
-    *_columns(TEXT, "prompt", "messages", "completion", "answer", "metadata"),
-    *_columns(TEXT, "token_versions", "turns", "row_lengths"),
-    *_columns(sql.LargeBinary, "prompt_tokens", "completion_tokens", "completion_mask", "behavior_logprobs"),
-    *_columns(sql.LargeBinary, "recorded", "checksum"),
+    *[sql.Column(name, KINDS[COLUMNS[name].kind]) for name in STORED[3:]],
+    *_columns(sql.LargeBinary, "checksum"),
     # `groups` compares the keys in the index with the rows. PostgreSQL takes ids of any length only as hashes.
     sql.Index("ix_completions_group_id", "group_id", "prompt_key", "problem_key").ddl_if(dialect="sqlite"),
     sql.Index("ix_completions_group_hash", "group_id", postgresql_using="hash").ddl_if(dialect="postgresql"),
@@ -306,7 +308,7 @@ class Store:
             UserError: a value outside its column's limits, or an id that the store already has; the store stays
                 unchanged.
         """
-        check_records(records, "record {}".format)
+        check_records(records, self._place)
         with self._transaction() as (connection, last):
             self._save(connection, self._append(connection, last, records, numbers))
 
@@ -324,7 +326,7 @@ class Store:
             for records, rewards, turns, ended, grader in changes:
                 if records:
                     if not are_checked:
-                        check_records(records, "record {}".format)
+                        check_records(records, self._place)
                     last = self._append(connection, last, records)
                 if gone := sorted(set(rewards) - {*self.numbers("number", list(rewards), connection)}):
                     raise Conflict(self.name, f"completion {gone[0]}, which gets a reward, was deleted")
@@ -641,6 +643,10 @@ class Store:
             self._check_count(last, len(rows), last.reward - after, "rewards")
         return {row.completion: self._grade(row) for row in rows if row.grader == GIVEN}
 
+    def _place(self, index: int) -> str:
+        """The name of a new completion in error messages."""
+        return f"{self.name}: record {index}"
+
     # --- Inside a transaction.
 
     @contextlib.contextmanager
@@ -723,14 +729,15 @@ class Store:
         rows = [(*row, _checksum(row)) for row in rows]
         if connection.dialect.name == "postgresql":
             if long := [record for record in records if len(record.completion.id.encode()) > _LONGEST_ID]:
-                problem = f"has more than the {_LONGEST_ID} bytes that PostgreSQL can look up; give shorter ids"
-                raise UserError(self.name, f"column id: {long[0].completion.id!r:.80}: {problem}")
+                problem = f"has more than the {_LONGEST_ID} bytes that PostgreSQL can look up"
+                raise UserError(f"{self.name}: id", problem, "give shorter ids", long[0].completion.id)
         try:
             self._insert(connection, COMPLETIONS, rows)
         except sql.exc.IntegrityError as error:
             known = self.numbers("id", [record.completion.id for record in records])
-            problem = f"already has a row with id {min(known)!r}; give every row a new id" if known else str(error.orig)
-            raise Conflict(self.name, problem) from error
+            if not known:
+                raise Conflict(self.name, str(error.orig)) from error
+            raise Conflict(f"{self.name}: id", TAKEN, COLUMNS["id"].remedy, min(known)) from error
         last = last._replace(completion=numbers[-1], completions=last.completions + len(records))
         graders: dict[str, dict[int, tuple[Grade, str | None]]] = {GIVEN: {}}
         for number, record in zip(numbers, records, strict=True):

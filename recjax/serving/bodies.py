@@ -11,9 +11,9 @@ import pydantic
 from recjax.algorithms.options import did_you_mean
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, checked, wrong_with_variables
 from recjax.errors import UserError
+from recjax.experience.completion_schema import field
 from recjax.experience.feedback import whole_grade
 from recjax.experience.group import Grade
-from recjax.experience.store_checks import MOST_REWARD, is_finite_number
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused
 from recjax.tasks.problems import checked_message
@@ -23,6 +23,7 @@ MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 MOST_TOOLS = 128
+MOST_PARTS = 64  # of a reward
 _UNSUPPORTED = "; other values are not supported"
 
 
@@ -73,7 +74,10 @@ def read_body(kind: type[T], values: Any) -> T:
     takes = kind.model_fields[name].description
     if first["type"] == "missing":
         raise Refused(400, f"{name} is missing; it takes {takes}", param=name)
-    problem = str(first.get("ctx", {}).get("error", "")) or f"takes {takes}"
+    error = first.get("ctx", {}).get("error", "")
+    if isinstance(error, UserError) and error.where:
+        raise Refused(400, str(error), param=name)
+    problem = str(error) or f"takes {takes}"
     raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
 
 
@@ -359,17 +363,20 @@ class PushedWeights(Body):
     flush_cache: neutral(True) = True
 
 
+def _few_parts(parts: dict[str, float]) -> dict[str, float]:
+    """Refuses more parts than a client may send."""
+    if len(parts) > MOST_PARTS:
+        raise UserError("reward_parts", f"has {len(parts)} parts", f"send at most {MOST_PARTS}")
+    return parts
+
+
 class RewardBody(Body):
     """Keys of a reward."""
 
-    reward: number_field(f"a number of at most {MOST_REWARD:g} either way", is_finite_number) = None
-    reward_parts: fits(
-        dict[Annotated[str, pydantic.Field(min_length=1)], fits(float, "a number", is_finite_number)],
-        "an object of at most 64 numbers by name",
-        lambda value: 0 < len(value) <= 64,
-    ) = None
-    accurate: Flag = None
-    turn_rewards: fits(list[fits(float, "a number", is_finite_number)], "a list of numbers, one for each turn") = None
+    reward: field("reward") = None
+    reward_parts: Annotated[field("reward_parts"), pydantic.AfterValidator(_few_parts)] = None
+    accurate: field("accurate") = None
+    turn_rewards: field("turn_rewards") = None
     comment: text_field(10_000) = None
 
     def grade(self, turns: int, known_rewards: Sequence[float]) -> Grade:
@@ -383,8 +390,9 @@ class RewardBody(Body):
         """
         try:
             return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
-        except ValueError as error:
-            raise Refused(400, str(error), param=str(error).partition(" ")[0].rstrip(":")) from error
+        except UserError as error:
+            key = re.match(r"\w*", str(error.where))[0]  # without the path to an element of the value
+            raise Refused(400, str(error), param=key) from error
 
     def turn_reward(self) -> float:
         """The reward of a single turn.

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from recjax.errors import UserError
+from recjax.experience.completion_schema import check_records
 from recjax.experience.database import Unavailable
 from recjax.experience.feedback import known_turns
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, record_from_plain, record_to_plain
 from recjax.experience.store import Change, Conflict, Store
-from recjax.experience.store_checks import check_records
 from recjax.experience.tokenize import tokenizer_name
 from recjax.models.sampling import Sampling
 from recjax.serving.bodies import RewardBody

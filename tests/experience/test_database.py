@@ -315,14 +315,14 @@ def test_characters_and_lengths_are_those_of_every_database(place):
         opened.add_rewards({1: (Grade(1.0, {nul: 1.0}), nul)}, nul)
         assert opened.rewards([1], nul) == {1: (Grade(1.0, {nul: 1.0}), nul)}
         if "://" in str(place):
-            with pytest.raises(ValueError, match="column id: 'ggg.*more than the 2600 bytes that PostgreSQL can look"):
+            with pytest.raises(ValueError, match="id = 'ggg.*more than the 2600 bytes that PostgreSQL can look"):
                 opened.append([make_row(1, id="g" * 9000)])
 
 
 @pytest.mark.parametrize("column", ["policy_version", "top_k"])
 def test_numbers_that_a_column_cannot_hold_are_refused_by_name(place, column):
     for value in (2**31, 2**63, 2**64):
-        with pytest.raises(ValueError, match=f"record 0: column {column}: {value}: takes .* 2147483647, or null"):
+        with pytest.raises(ValueError, match=f"record 0: {column} = {value}: takes a whole number from 0 .*to 2147483647"):
             append(place, [make_row(0, **{column: value})])
 
 

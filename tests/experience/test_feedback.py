@@ -80,7 +80,7 @@ def test_turns_get_their_rewards_with_that_of_their_completion(tmp_path):
         ValueError, match=r"entry 0: turn_rewards = .*: the turns already have the rewards 0.25, 0, 0.25"
     ):
         give_rewards(tmp_path / "s", [{"id": "row 3", "reward": 2, "turn_rewards": [1, 0, 0]}])
-    with pytest.raises(ValueError, match="entry 0: row 'row 2' has another reward, 1.0, in the store"):
+    with pytest.raises(ValueError, match="entry 0: reward = 1.0: row 'row 2' has another reward, 1.0, in the store"):
         give_rewards(tmp_path / "s", [{"id": "row 2", "reward": 1, "turn_rewards": [1, 0, 0]}])
 
 
@@ -100,9 +100,9 @@ def test_the_same_reward_again_is_no_error_and_another_is(folder):
     entry = {"group_id": "group 0", "reward": [1, 0, 1], "reward_parts": {"a": 0.1}}
     assert give_rewards(folder, [entry, {"id": "row 3", "reward": 1}]) == Given(4, 0)
     assert give_rewards(folder, [entry, {"id": "row 4", "reward": 1}]) == Given(1, 3)
-    with pytest.raises(ValueError, match="entry 0: row 'row 1' has another reward, 0.0"):
+    with pytest.raises(ValueError, match="entry 0: reward = 1.0: row 'row 1' has another reward, 0.0"):
         give_rewards(folder, [{**entry, "reward": [1, 1, 1]}])
-    with pytest.raises(ValueError, match="entry 0: row 'row 0' has another reward"):
+    with pytest.raises(ValueError, match="entry 0: reward = 1.0: row 'row 0' has another reward"):
         give_rewards(folder, [{**entry, "reward_parts": {"a": 0.2}}])
 
 
@@ -113,21 +113,31 @@ def test_the_same_reward_again_is_no_error_and_another_is(folder):
         ({"group_id": "row 1", "reward": 1}, "group_id = 'row 1': the store has no such row"),
         ({"reward": 1}, "one of id and group_id"),
         ({"id": "row 1", "group_id": "group 0", "reward": 1}, "one of id and group_id"),
-        ({"id": "row 1"}, "reward = None: takes finite"),
-        ({"id": "row 1", "reward": float("nan")}, "reward = nan: takes finite"),
-        ({"id": "row 1", "reward": True}, "reward = True: takes finite"),
-        ({"id": "row 1", "reward": [1]}, r"reward = \[1\]: takes finite"),
+        ({"id": "row 1"}, "reward = None: takes a finite number from -1e9 to 1e9"),
+        ({"id": "row 1", "reward": float("nan")}, "reward = nan: takes a finite number from -1e9 to 1e9"),
+        ({"id": "row 1", "reward": True}, "reward = True: takes a finite number from -1e9 to 1e9"),
+        ({"id": "row 1", "reward": [1]}, r"reward = \[1\]: takes a finite number from -1e9 to 1e9"),
         ({"id": "row 1", "reward": 1, "accurate": 1}, "accurate = 1: takes true"),
-        ({"id": "row 1", "reward": 1, "reward_parts": {"a": "b"}}, "reward_parts = .*finite numbers"),
-        ({"id": "row 1", "reward": 1, "reward_parts": {"": 1}}, "reward_parts = .*names and finite numbers"),
+        ({"id": "row 1", "reward": 1, "reward_parts": {"a": "b"}}, r"reward_parts\.a = 'b': takes a finite number"),
+        (
+            {"id": "row 1", "reward": 1, "reward_parts": {"": 1}},
+            "reward_parts = .*: takes numbers by name, at least one",
+        ),
+        ({"id": "row 1", "reward": 1, "reward_parts": {}}, "reward_parts = {}: takes numbers by name, at least one"),
         ({"id": "row 1", "reward": 1, "reward_parts": {"turns": 1}}, "reward_parts: has a part 'turns'; recjax itself"),
-        ({"id": "row 1", "reward": 1, "turn_rewards": [1, 2]}, r"turn_rewards = \[1, 2\]: takes a list .* of 1 turns"),
-        ({"id": "row 1", "reward": 1, "turn_rewards": ["1"]}, r"turn_rewards = \['1'\]: takes a list of finite"),
-        ({"id": "row 1", "reward": 1, "turn_rewards": 1}, "turn_rewards = 1: takes a list of finite"),
+        (
+            {"id": "row 1", "reward": 1, "turn_rewards": [1, 2]},
+            r"turn_rewards = \[1.0, 2.0\]: has 2 values for 1 turns",
+        ),
+        ({"id": "row 1", "reward": 1, "turn_rewards": ["1"]}, r"turn_rewards\[0\] = '1': takes a finite number"),
+        (
+            {"id": "row 1", "reward": 1, "turn_rewards": 1},
+            "turn_rewards = 1: takes a list of numbers, one for each turn",
+        ),
         ({"id": "row 1", "reward": 1, "score": 1}, "unknown key 'score'"),
-        ({"group_id": "group 0", "reward": [1, 0]}, "reward has 2 values; give one for each of the 3 rows"),
-        ({"id": "row 0", "reward": 2}, "row 'row 0' has another reward, 1.0, in an earlier entry"),
-        ({"id": "text 6", "reward": 2}, "row 'text 6' has another reward, 1.0, in the store"),
+        ({"group_id": "group 0", "reward": [1, 0]}, r"reward = \[1, 0\]: has 2 values for 3 rows of the group"),
+        ({"id": "row 0", "reward": 2}, "reward = 2.0: row 'row 0' has another reward, 1.0, in an earlier entry"),
+        ({"id": "text 6", "reward": 2}, "reward = 2.0: row 'text 6' has another reward, 1.0, in the store"),
         ([1], "must be an object with named columns"),
     ],
 )

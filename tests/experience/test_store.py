@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import stat
@@ -18,7 +19,8 @@ import sqlalchemy as sql
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recjax.experience import database, store_checks
+from recjax.errors import UserError
+from recjax.experience import completion_schema, database
 from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.records import groups_from_bytes, groups_of, groups_to_bytes
 from recjax.experience.store import Change, Store
@@ -199,79 +201,136 @@ def test_a_killed_writer_leaves_what_it_said_that_it_wrote(db, moment):
 
 
 NAN, TOKENS = float("nan"), np.array([1, 2, 3], np.int32)
+TOKEN = "takes a token id, a whole number from 0 to 2147483647"
+REWARD = "takes a finite number from -1e9 to 1e9"
+LOGPROB = "takes a log-probability, a finite number of at most 0"
 BAD_ROWS = {
-    "no id": (dict(id=None), "id", "must be given"),
-    "empty source": (dict(source=""), "source", "must not be empty"),
-    "no time": (dict(time=None), "time", "must be given"),
-    "same id": (dict(id="row 0"), "id", "id of an earlier row"),
-    "no prompt": (dict(prompt=None), "prompt", "one of prompt and messages"),
-    "no messages": (dict(prompt=None, messages=[]), "messages", "one message or more"),
-    "no content": (dict(prompt=None, messages=[{"role": "user"}]), "messages", "role and content"),
-    "half a character": (dict(completion="\ud800"), "completion", "text in Unicode"),
-    "mask too short": (dict(completion_mask=np.ones(2, bool)), "completion_mask", "as long as completion_tokens"),
-    "no mask": (dict(completion_mask=None), "completion_mask", "as long as completion_tokens"),
-    "mask with null": (dict(completion_mask=[True, None, True]), "completion_mask", "true and false"),
-    "nothing drawn": (dict(completion_mask=np.zeros(3, bool)), "completion_mask", "must have chosen a token"),
-    "no tokens": (dict(completion_tokens=TOKENS[:0]), "completion_tokens", "no token"),
-    "token below 0": (dict(completion_tokens=TOKENS - 2), "completion_tokens", "0 or more"),
-    "token too large": (dict(completion_tokens=TOKENS.astype(np.int64) + 2**31), "completion_tokens", "below 2"),
-    "null token": (dict(prompt_tokens=[1, None]), "prompt_tokens", "0 or more"),
-    "no tokenizer": (dict(tokenizer=None), "prompt_tokens", "column tokenizer"),
-    "log-probs too long": (dict(behavior_logprobs=-np.ones(4, np.float32)), "behavior_logprobs", "as long as"),
+    "no id": (dict(id=None), "id = None", "takes text that is not empty"),
+    "empty source": (dict(source=""), "source = ''", "takes text that is not empty"),
+    "no time": (dict(time=None), "time = None", "takes a date and time"),
+    "same id": (dict(id="row 0"), "id = 'row 0'", "is the id of an earlier completion"),
+    "no prompt": (dict(prompt=None), "prompt = None", "give one of prompt and messages"),
+    "empty prompt": (dict(prompt=""), "prompt = ''", "takes text that is not empty, or a list of messages"),
+    "no messages": (dict(prompt=None, messages=[]), "messages = []", "takes a list of one message or more"),
+    "no content": (
+        dict(prompt=None, messages=[{"role": "user"}]),
+        "messages[0] = {'role': 'user'}",
+        "takes role and content",
+    ),
+    "half a character": (dict(completion="\ud800"), "completion = '\\ud800'", "takes text"),
+    "half a character in metadata": (dict(metadata={"a": "\ud800"}), "metadata = ", "takes a JSON object"),
+    "mask too short": (
+        dict(completion_mask=np.ones(2, bool)),
+        "completion_mask = [True, True]",
+        "has 2 values for 3 tokens of the completion; give one for each token",
+    ),
+    "no mask": (dict(completion_mask=None), "completion_mask = None", "takes a list of true and false"),
+    "mask with null": (dict(completion_mask=[True, None, True]), "completion_mask[1] = None", "takes true or false"),
+    "mask of numbers": (dict(completion_mask=TOKENS), "completion_mask[0] = 1", "takes true or false"),
+    "nothing drawn": (dict(completion_mask=np.zeros(3, bool)), "completion_mask = ", "must have sampled a token"),
+    "no tokens": (dict(completion_tokens=TOKENS[:0]), "completion_tokens = []", "has no tokens"),
+    "token below 0": (dict(completion_tokens=TOKENS - 2), "completion_tokens[0] = -1", TOKEN),
+    "token too large": (
+        dict(completion_tokens=TOKENS.astype(np.int64) + 2**31 - 2),
+        "completion_tokens[1] = 2147483648",
+        TOKEN,
+    ),
+    "token without end": (dict(completion_tokens=[1, 10**400, 2]), "completion_tokens[1] = 10000", TOKEN),
+    "token that is true": (dict(completion_tokens=[1, True, 2]), "completion_tokens[1] = True", TOKEN),
+    "null token": (dict(prompt_tokens=[1, None]), "prompt_tokens[1] = None", TOKEN),
+    "token with a fraction": (dict(prompt_tokens=np.array([1.5])), "prompt_tokens[0] = 1.5", TOKEN),
+    "tokens in tokens": (dict(prompt_tokens=np.ones((1, 2), int)), "prompt_tokens[0] = [1, 1]", TOKEN),
+    "no tokenizer": (dict(tokenizer=None), "tokenizer = None", "is null, and the completion has tokens"),
+    "log-probs too long": (
+        dict(behavior_logprobs=-np.ones(4, np.float32)),
+        "behavior_logprobs = [",
+        "has 4 values for 3 tokens",
+    ),
     "positive log-prob": (
         dict(behavior_logprobs=np.array([-1, 0.5, -1], np.float32)),
-        "behavior_logprobs",
-        "at most 0",
+        "behavior_logprobs[1] = 0.5",
+        LOGPROB,
     ),
     "infinite log-prob": (
         dict(behavior_logprobs=np.array([-1, -np.inf, -1], np.float32)),
-        "behavior_logprobs",
-        "finite",
+        "behavior_logprobs[1] = -inf",
+        LOGPROB,
     ),
-    "NaN log-prob": (dict(behavior_logprobs=np.array([-1, NAN, -1], np.float32)), "behavior_logprobs", "give null"),
-    "text for a reward": (dict(reward="high"), "reward", "finite"),
-    "NaN reward": (dict(reward=NAN), "reward", "finite"),
-    "reward beyond float32": (dict(reward=1e300), "reward", "at most 1e\\+09"),
-    "part beyond float32": (dict(reward_parts={"correct": -1e39}), "reward_parts", "at most 1e\\+09"),
-    "infinite reward": (dict(reward=np.inf), "reward", "finite"),
-    "NaN part": (dict(reward_parts={"correct": NAN}), "reward_parts", "finite"),
-    "parts alone": (dict(reward=None), "reward_parts", "the reward is null"),
-    "metadata that is no object": (dict(metadata=[1]), "metadata", "JSON object"),
-    "metadata that is no JSON": (dict(metadata={"a": {1}}), "metadata", "JSON object"),
-    "version below 0": (dict(policy_version=-1), "policy_version", "from 0 to 2147483647"),
-    "temperature": (dict(temperature=-0.1), "temperature", "0 or more"),
-    "top_k": (dict(top_k=-1), "top_k", "from 0 \\(all tokens\\) to 2147483647"),
-    "top_p": (dict(top_p=0.0), "top_p", "above 0"),
-    "min_p": (dict(min_p=1.5), "min_p", "from 0 to 1"),
+    "log-prob beyond float32": (
+        dict(behavior_logprobs=np.array([-1, -1e300, -1])),
+        "behavior_logprobs[1] = -1e+300",
+        LOGPROB,
+    ),
+    "NaN log-prob": (
+        dict(behavior_logprobs=np.array([-1, NAN, -1], np.float32)),
+        "behavior_logprobs[1] = nan",
+        "or null if they are not known",
+    ),
+    "text for a reward": (dict(reward="high"), "reward = 'high'", REWARD),
+    "NaN reward": (dict(reward=NAN), "reward = nan", REWARD),
+    "reward that is true": (dict(reward=True), "reward = True", REWARD),
+    "reward beyond float32": (dict(reward=1e300), "reward = 1e+300", REWARD),
+    "reward without end": (dict(reward=10**400), "reward = 1000", REWARD),
+    "part beyond float32": (dict(reward_parts={"correct": -1e39}), "reward_parts.correct = -1e+39", REWARD),
+    "infinite reward": (dict(reward=np.inf), "reward = inf", REWARD),
+    "NaN part": (dict(reward_parts={"correct": NAN}), "reward_parts.correct = nan", REWARD),
+    "part without a name": (dict(reward_parts={"": 1.0}), "reward_parts = {'': 1.0}", "takes numbers by name"),
+    "parts alone": (dict(reward=None), "reward_parts = {", "the reward is null"),
+    "accurate as a number": (dict(accurate=1), "accurate = 1", "takes true or false, or null"),
+    "metadata that is no object": (dict(metadata=[1]), "metadata = [1]", "takes a JSON object"),
+    "metadata that is no JSON": (dict(metadata={"a": {1}}), "metadata = {'a': {1}}", "takes a JSON object"),
+    "version below 0": (dict(policy_version=-1), "policy_version = -1", "takes a whole number from 0 to 2147483647"),
+    "version that is true": (dict(policy_version=True), "policy_version = True", "takes a whole number from 0"),
+    "temperature": (dict(temperature=-0.1), "temperature = -0.1", "takes a finite number, 0 or more"),
+    "no temperature": (dict(temperature=None), "temperature = None", "takes a finite number, 0 or more"),
+    "top_k": (dict(top_k=-1), "top_k = -1", "takes a whole number from 0 (all tokens) to 2147483647"),
+    "top_p": (dict(top_p=0.0), "top_p = 0.0", "takes a number above 0"),
+    "min_p": (dict(min_p=1.5), "min_p = 1.5", "takes a number from 0 to 1"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_a_bad_row_is_refused(name):
-    change, column, reason = BAD_ROWS[name]
+    change, value, reason = BAD_ROWS[name]
     rows = [make_row(0), text_row(1), make_row(2, length=7), unchecked(change), make_row(4)]
-    with pytest.raises(ValueError, match=f"rows to append: row 3: column {column}: .*{reason}"):
-        store_checks.check_records.__wrapped__(rows, "rows to append: row {}".format)
+    with pytest.raises(UserError, match=f"rows to append: row 3: {re.escape(value)}.*: .*{re.escape(reason)}") as error:
+        completion_schema.check_records(rows, "rows to append: row {}".format)
+    assert error.value.remedy
     row = make_row(3)
     rows = [
         renamed(row, make_row(0).completion.id),
         renamed(row, "id 1"),
         unchecked(change, row),
-    ]  # checked in arrays of the whole batch
-    with pytest.raises(ValueError, match=f"record 2: column {column}: .*{reason}"):
-        store_checks.check_records.__wrapped__(rows, "record {}".format)
+        unchecked(dict(reward="later"), make_row(5)),
+    ]
+    with pytest.raises(UserError, match=f"record 2: {re.escape(value)}.*: .*{re.escape(reason)}"):
+        completion_schema.check_records(rows, "record {}".format)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_first_bad_row_is_named_whatever_its_mistake(first):
+    """A check of one column does not hide an earlier row that a later check refuses."""
+    changes = [dict(completion_mask=np.zeros(3, bool)), dict(id=None), dict(reward=NAN)]
+    rows = [make_row(0)]
+    for number in range(3):
+        rows.append(unchecked(changes[(first + number) % 3], make_row(number + 1)))
+    with pytest.raises(UserError, match=f"record 1: {['completion_mask', 'id', 'reward'][first]} = "):
+        completion_schema.check_records(rows, "record {}".format)
 
 
 def test_completions_of_a_policy_are_checked_together(monkeypatch):
-    checked = []
-    rules = store_checks._rules
-    monkeypatch.setattr(store_checks, "_rules", lambda *arguments: checked.append(arguments) or rules(*arguments))
+    """The rules of a column run once for a batch, not once for a completion."""
+    calls = []
+    real = completion_schema.Check.plain
+    monkeypatch.setattr(
+        completion_schema.Check, "plain", lambda *given, **options: calls.append(given[1]) or real(*given, **options)
+    )
     row = make_row(3)
     rows = [renamed(row, f"id {number}") for number in range(9)]
-    store_checks.check_records(rows, "record {}".format)
-    assert len(checked) == 1  # what they share; a check of each is one for each
-    with pytest.raises(ValueError, match="record 9: column id: 'id 0': is the id of an earlier row"):
-        store_checks.check_records([*rows, rows[0]], "record {}".format)
+    completion_schema.check_records(rows, "record {}".format)
+    assert len({*calls}) == len(calls) > 10
+    with pytest.raises(UserError, match="record 9: id = 'id 0': is the id of an earlier completion"):
+        completion_schema.check_records([*rows, rows[0]], "record {}".format)
 
 
 def renamed(row, name):
@@ -288,10 +347,12 @@ def unchecked(change, row=None):
     names = {"completion_tokens": "tokens", "completion_mask": "mask", "behavior_logprobs": "behavior_logprobs"}
     values = tokens._asdict() | {names[key]: value for key, value in change.items() if key in names}
     values |= {"prompt_tokens": change["prompt_tokens"]} if "prompt_tokens" in change else {}
-    grade = one.grade._asdict() | {key: change[key] for key in ("reward", "reward_parts") if key in change}
+    grade = one.grade._asdict()
+    grade |= {key: change[key] for key in ("reward", "reward_parts", "accurate") if key in change}
+    grade |= {"turns": change["turn_rewards"]} if "turn_rewards" in change else {}
     of_sampling = {key: change[key] for key in one.sampling._fields if key in change}
     sampling = made(type(one.sampling), one.sampling._asdict() | of_sampling) if of_sampling else one.sampling
-    own = {"completion": "text"} | {key: key for key in ("id", "source", "policy_version", "metadata")}
+    own = {"completion": "text"} | {key: key for key in ("id", "source", "policy_version", "metadata", "truncated")}
     ours = {own[key]: value for key, value in change.items() if key in own}
     one = one._replace(rows=(made(Row, values),), grade=made(Grade, grade), sampling=sampling, **ours)
     prompt = change.get("messages", change.get("prompt", group.prompt))
@@ -307,7 +368,7 @@ def made(kind, values):
 
 def test_a_store_with_a_bad_row_stays_as_it_was(place):
     append(place, ROWS[:1])
-    with pytest.raises(ValueError, match="record 1: column reward: nan"):
+    with pytest.raises(UserError, match="record 1: reward = nan: takes a finite number"):
         append(place, [ROWS[1], make_row(2, reward=NAN)])
     with pytest.raises(ValueError, match="no rows"):
         append(place, [])
@@ -322,7 +383,7 @@ def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(place):
 
 def test_ids_are_unique_in_a_store_and_groups_go_on(place):
     append(place, [make_row(0), make_row(1)])
-    with pytest.raises(ValueError, match="already has a row with id 'row 1'"):
+    with pytest.raises(UserError, match="id = 'row 1': is the id of an earlier completion"):
         append(place, [make_row(2), make_row(1)])
     append(place, [make_row(2)])
     assert ids(place) == ["row 0", "row 1", "row 2"]
@@ -334,14 +395,14 @@ def test_ids_are_unique_in_a_store_and_groups_go_on(place):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"turns": (Turn(2, 1), Turn(1, 1))}, r"column turns: \(2, 1\): takes the index of a row, and the end of"),
-        ({"turns": (Turn(0, 3), Turn(1, 1))}, "column turns: .*: takes the index of a row"),
-        ({"turns": (Turn(0, 1), Turn(1, 1))}, "column turns: .*: takes the index of a row"),  # ends at another's token
         (
-            {"turn_rewards": (1.0,)},
-            r"column turn_rewards: \(1.0,\): takes 2 finite numbers, one for each turn, or none",
+            {"turns": (Turn(2, 1), Turn(1, 1))},
+            r"turns = \[\[2, 1\], \[1, 1\]\]: has a pair that is not the index of a row",
         ),
-        ({"turn_rewards": (1.0, float("nan"))}, "column turn_rewards: .*: takes 2 finite numbers"),
+        ({"turns": (Turn(0, 3), Turn(1, 1))}, "turns = .*: has a pair that is not the index of a row"),
+        ({"turns": (Turn(0, 1), Turn(1, 1))}, "turns = .*: has a pair .* and the end of sampled tokens in it"),
+        ({"turn_rewards": (1.0,)}, r"turn_rewards = \[1.0\]: has 1 values for 2 turns"),
+        ({"turn_rewards": (1.0, float("nan"))}, r"turn_rewards\[1\] = nan: takes a finite number from -1e9 to 1e9"),
     ],
 )
 def test_turns_that_do_not_fit_their_rows_are_refused(db, change, message):
