@@ -29,7 +29,14 @@ from recjax.config.fields import (
     value_of,
 )
 from recjax.config.model import POLICY, MeshConfig, ModelConfig, WarmStartConfig
-from recjax.config.optimizers import ADAMW, checked_options, optimizer_function, takes_weight_decay
+from recjax.config.optimizers import (
+    ADAMW,
+    build_optimizer,
+    check_optimizer,
+    checked_options,
+    optimizer_function,
+    takes_weight_decay,
+)
 from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
 from recjax.models.sampling import Sampling
 
@@ -237,7 +244,10 @@ class OptimizerConfig(ConfigBlock):
 
     def refusals(self, config: "Config") -> Iterator[Refusal]:
         """An optimizer or a schedule that cannot be built."""
-        self.build_options()
+        options = self.build_options()
+        if self.name != ADAMW or self.options:
+            function = optimizer_function(self.name)
+            check_optimizer(self.name, lambda rate: build_optimizer(function, options, rate, self.weight_decay))
         if isinstance(self.schedule, dict):
             import jax  # imported here, so that grading workers start without JAX
 
@@ -602,7 +612,8 @@ class Config(ConfigBlock):
 
 def resumable_keys(config: Config) -> list[str]:
     """The keys that `training.resume_with` may name."""
-    keys = [name for name in KEYS if name.startswith("optimizer.") and name != "optimizer.state"]
+    fixed = ("optimizer.state", "optimizer.name", "optimizer.options")  # an optimizer's state fits no other optimizer
+    keys = [name for name in KEYS if name.startswith("optimizer.") and name not in fixed]
     axes = config.algorithm.resolved()
     return keys + [f"algorithm.{axis}.{option}" for axis in axes for option in axes[axis] if option != "name"]
 

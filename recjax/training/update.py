@@ -17,7 +17,7 @@ from recjax.algorithms.reading import call
 from recjax.algorithms.terms import Term, terms_of
 from recjax.config import Config, OptimizerConfig
 from recjax.config.model import POLICY
-from recjax.config.optimizers import optimizer_function, takes_weight_decay
+from recjax.config.optimizers import build_optimizer, optimizer_function
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.layout import (
     Layout,
@@ -122,15 +122,13 @@ def _clipped(
     averaged = [] if average_rate is None else [parameter_average(average_rate)]
 
     def chain(learning_rate: ArrayLike, clip_norm: ArrayLike, weight_decay: ArrayLike = 0.0):
-        arguments = dict(options)
-        if takes_weight_decay(function):
-            arguments["weight_decay"] = weight_decay
         if function is optax.adamw:
             # A schedule, because its state counts the updates, which the learning rate follows.
-            optimizer = [function(learning_rate=lambda _: learning_rate, **arguments)]
+            optimizer = [build_optimizer(function, dict(options), lambda _: learning_rate, weight_decay)]
         else:
             # A number, because some functions take no schedule; a factor of 1 counts the updates.
-            optimizer = [function(learning_rate=learning_rate, **arguments), optax.scale_by_schedule(lambda _: 1.0)]
+            optimizer = [build_optimizer(function, dict(options), learning_rate, weight_decay)]
+            optimizer += [optax.scale_by_schedule(lambda _: 1.0)]
         return optax.chain(optax.clip_by_global_norm(clip_norm), *optimizer, *averaged)
 
     def update(updates, state, params=None, **hyperparameters):
@@ -158,7 +156,8 @@ def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainS
 
 @functools.partial(jax.jit, static_argnums=0)
 def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.OptState:
-    return constrain_params(optimizer.init(params))
+    # Copies, because the state is donated: some optimizers keep the initial parameters.
+    return constrain_params(jax.tree.map(jnp.copy, optimizer.init(params)))
 
 
 class UpdateContext(NamedTuple):
