@@ -165,9 +165,9 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
     optimizer = make_optimizer(config.optimizer, config.model.average_rate)
     averaged = "" if config.model.average_rate is None else "; the teacher's average: 4 B × trained"
-    name = config.optimizer.name
-    is_plain = name == ADAMW and not config.optimizer.options
-    meaning = "Adam's two moments: 8 B × trained" if is_plain else f"the state of {name}"
+    meaning = "Adam's two moments: 8 B × trained"
+    if config.optimizer.name != ADAMW or config.optimizer.options:
+        meaning = f"state of {config.optimizer.name}"
     state = Held(f"{meaning}{averaged}", jax.eval_shape(optimizer.init, model.trained))
     size = model.decoder.dtype.itemsize
     parts = {
