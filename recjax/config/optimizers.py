@@ -11,20 +11,24 @@ from recjax.algorithms.options import described, did_you_mean, require, user_fun
 ADAMW = "adamw"
 NAME = "optimizer.name"
 
-# Arguments of optax's functions that a config sets by other keys, or cannot set.
+# Arguments that a config sets by other keys, or cannot set, with the remedy: of all functions, and of single ones.
 _ELSEWHERE = MappingProxyType(
     {
         "learning_rate": "set optimizer.learning_rate instead",
         "weight_decay": "set optimizer.weight_decay instead",
-        "adam_learning_rate": "it would not follow optimizer.schedule; consistent_rms: 0.2 lets both share a rate",
-        "muon_weight_dimension_numbers": "recjax sets it: all matrices of the layers, but not embeddings and the head",
     }
 )
-_ELSEWHERE_IN_ADAMW = MappingProxyType(
+_ELSEWHERE_IN = MappingProxyType(
     {
-        "b1": "set optimizer.beta1 instead",
-        "b2": "set optimizer.beta2 instead",
-        "eps": "set optimizer.epsilon instead",
+        ADAMW: {
+            "b1": "set optimizer.beta1 instead",
+            "b2": "set optimizer.beta2 instead",
+            "eps": "set optimizer.epsilon instead",
+        },
+        "muon": {
+            "adam_learning_rate": "it would not follow optimizer.schedule; consistent_rms: 0.2 lets both share a rate",
+            "muon_weight_dimension_numbers": "recjax sets it to the matrices of the layers; remove it",
+        },
     }
 )
 
@@ -74,7 +78,7 @@ def checked_options(name: str, function: Callable[..., Any], options: Mapping[st
             value, or a value of another type.
     """
     parameters = _parameters(function)
-    elsewhere = _ELSEWHERE | _ELSEWHERE_IN_ADAMW if name == ADAMW else _ELSEWHERE
+    elsewhere = {**_ELSEWHERE, **_ELSEWHERE_IN.get(name, {})}
     accepted = [option for option in parameters if option not in elsewhere]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     values = {}
@@ -138,7 +142,7 @@ def check_optimizer(name: str, build: Callable[[Any], "optax.GradientTransformat
         name: name of the optimizer, for errors.
         build: function from a learning rate to the optimizer.
     Raises:
-        ValueError: the update fails, or returns other shapes or types.
+        ValueError: the update fails, or returns other shapes or types, or no checkpoint can hold the state.
     """
     import jax
     import jax.numpy as jnp
@@ -166,6 +170,8 @@ def check_optimizer(name: str, build: Callable[[Any], "optax.GradientTransformat
     remedy = "returns updates of other shapes or types than the parameters'"
     require(_described_alike(updates, params), NAME, name, remedy)
     require(_described_alike(new_state, state), NAME, name, "changes the shapes or types of its state in an update")
+    has_empty = any(leaf.size == 0 for leaf in jax.tree.leaves(state))
+    require(not has_empty, NAME, name, "has an array without elements in its state, which no checkpoint can hold")
 
 
 def _described_alike(tree: Any, other: Any) -> bool:
@@ -185,12 +191,13 @@ def _checked_value(place: str, default: Any, value: Any) -> Any:
         require(is_number or value is None, place, value, "takes a number")
         if isinstance(default, float) and value is not None:
             return float(value)
-    return _hashable(value)
+    return _hashable(place, value)
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(place: str, value: Any) -> Any:
+    require(not isinstance(value, Mapping), place, value, "takes a number, a text, true or false, null, or a list")
     if isinstance(value, list):
-        return tuple(_hashable(each) for each in value)
+        return tuple(_hashable(place, each) for each in value)
     return value
 
 

@@ -156,8 +156,7 @@ def first_state(optimizer: optax.GradientTransformation, params: dict) -> TrainS
 
 @functools.partial(jax.jit, static_argnums=0)
 def _initial(optimizer: optax.GradientTransformation, params: dict) -> optax.OptState:
-    # Copies, because the state is donated: some optimizers keep the initial parameters.
-    return constrain_params(jax.tree.map(jnp.copy, optimizer.init(params)))
+    return constrain_params(optimizer.init(params))
 
 
 class UpdateContext(NamedTuple):

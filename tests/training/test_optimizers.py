@@ -229,6 +229,8 @@ def test_a_run_resumes_exactly_and_its_checkpoint_has_the_planned_bytes(tiny, na
     [
         ("{name: lbfgs}", "name = 'lbfgs': a first update fails: TypeError.*value_fn"),
         ("{name: rprop}", "name = 'rprop': begins with steps as large as a learning rate"),
+        ("{name: muon, options: {ns_coeffs: {a: 1}}}", "ns_coeffs = {'a': 1}: takes a number, .* or a list"),
+        ("{name: galore}", "name = 'galore': has an array without elements in its state"),
         ("{name: muon, options: {adam_learning_rate: 1e-3}}", "adam_learning_rate = 0.001: it would not follow"),
         ("{name: adafactor, options: {momentum: big}}", "name = 'adafactor': a first update fails: TypeError"),
         ("{name: '{here}:unfinished'}", "optimizer.options.decay: .*:unfinished requires a value"),
