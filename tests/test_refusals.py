@@ -197,7 +197,7 @@ CASES = [
     ("algorithm.preset=echo", "algorithm.preset = 'echo'", "completions of a single turn lack"),
     (
         "algorithm.distillation.coefficient=0.1",
-        "{'coefficient': 0.1}: needs a teacher: set model.teacher",
+        "{'coefficient': 0.1}: needs a teacher; set model.teacher",
     ),
     # Task.
     ("task=gms8k", "override 'task=gms8k'", "'gms8k'", "did you mean 'gsm8k'"),
