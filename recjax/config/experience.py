@@ -61,11 +61,19 @@ class EngineConfig(ConfigBlock):
     def check(self, config: "Config") -> None:
         """Refuses runs that only recjax's own engine can sample, and runs that sample nothing."""
         if config.task.agent:
-            remedy = "remove task.agent, or sample with recjax's engine"
-            raise UserError("rollout.engine.url", "samples single turns", remedy, value=self.url)
+            raise UserError(
+                "rollout.engine.url",
+                "samples single turns",
+                "remove task.agent, or sample with recjax's engine",
+                value=self.url,
+            )
         if config.experience is not None and config.experience.store:
-            problem = "does nothing with experience.store, whose run samples nothing"
-            raise UserError("rollout.engine.url", problem, "remove it", value=self.url)
+            raise UserError(
+                "rollout.engine.url",
+                "does nothing with experience.store, whose run samples nothing",
+                "remove it",
+                value=self.url,
+            )
 
 
 class DriftConfig(ConfigBlock):
@@ -90,18 +98,27 @@ class DriftConfig(ConfigBlock):
     def check(self, config: "Config") -> None:
         """Refuses runs whose sampler has no weights to change, and records that exact log-probs do not fit."""
         if config.rollout.engine is not None or not config.samples_training_data:
-            problem = "changes the weights of recjax's own sampler, which this run does not use"
-            raise UserError("rollout.drift", problem, "remove it", value=self.model_dump())
+            raise UserError(
+                "rollout.drift",
+                "changes the weights of recjax's own sampler, which this run does not use",
+                "remove it",
+                value=self.model_dump(),
+            )
         if self.weights == "noise" and self.group is not None:
-            problem = "is for rounded weights, and noise has none"
-            raise UserError("rollout.drift.group", problem, "remove it", value=self.group)
+            raise UserError(
+                "rollout.drift.group", "is for rounded weights, and noise has none", "remove it", value=self.group
+            )
         if self.weights != "noise" and self.fixed:
             raise UserError("rollout.drift.fixed", "is for noise; rounding always errs alike", "remove it", value=True)
         if self.logprobs == "exact":
             for name in ("task.agent", "regime.swap_within", "rollout.recorded_top_k"):
                 if value_of(config, name):
-                    problem = "scores whole completions of one version of the weights"
-                    raise UserError("rollout.drift.logprobs", problem, f"remove {name}", value="exact")
+                    raise UserError(
+                        "rollout.drift.logprobs",
+                        "scores whole completions of one version of the weights",
+                        f"remove {name}",
+                        value="exact",
+                    )
 
 
 class RolloutConfig(ConfigBlock):
@@ -168,11 +185,16 @@ class RolloutConfig(ConfigBlock):
             refuse_without(config, [context_key], "task.agent", "experience.follow")
         elif limit is None:
             condition = "task.agent" if config.task.agent else "experience.follow"
-            remedy = "set it to the limit of a whole conversation in tokens"
-            raise UserError(context_key, f"is required with {condition}", remedy, value=limit)
+            raise UserError(
+                context_key,
+                f"is required with {condition}",
+                "set it to the limit of a whole conversation in tokens",
+                value=limit,
+            )
         elif limit <= self.max_completion_tokens:
-            problem = f"must be above rollout.max_completion_tokens = {self.max_completion_tokens}"
-            raise UserError(context_key, problem, value=limit)
+            raise UserError(
+                context_key, f"must be above rollout.max_completion_tokens = {self.max_completion_tokens}", value=limit
+            )
 
 
 class MixConfig(ConfigBlock):
@@ -191,8 +213,9 @@ class MixConfig(ConfigBlock):
             count = config.rollout.prompts_per_step
         rows = self.share * count
         if abs(rows - round(rows)) >= 1e-6:
-            problem = f"must be a whole number out of {size_key} = {count}"
-            raise UserError("experience.mix.share", problem, value=self.share)
+            raise UserError(
+                "experience.mix.share", f"must be a whole number out of {size_key} = {count}", value=self.share
+            )
 
 
 # A round samples a batch if one is due, and trains on a batch if enough groups have all their rewards. After the first
@@ -242,24 +265,42 @@ class ReplayConfig(ConfigBlock):
         """Refuses a buffer that this run does not fill, or that cannot give a batch its groups."""
         experience = config.experience
         if experience.store and not config.follows:
-            problem = "does not work with experience.store, except with experience.follow"
-            raise UserError("experience.replay", problem, "remove one of them", value=self.model_dump())
+            raise UserError(
+                "experience.replay",
+                "does not work with experience.store, except with experience.follow",
+                "remove one of them",
+                value=self.model_dump(),
+            )
         if config.follows:
             refuse_with(config, ["experience.replay.draw_every"], "experience.follow")
         if self.max_reuse < self.draw_every:
-            problem = f"must be at least experience.replay.draw_every = {self.draw_every}"
-            raise UserError("experience.replay.max_reuse", problem, value=self.max_reuse)
+            raise UserError(
+                "experience.replay.max_reuse",
+                f"must be at least experience.replay.draw_every = {self.draw_every}",
+                value=self.max_reuse,
+            )
         if self.keep_no_signal and experience.refill is not None:
-            problem = "keeps the groups that experience.refill replaces"
-            raise UserError("experience.replay.keep_no_signal", problem, "remove one of them", value=True)
+            raise UserError(
+                "experience.replay.keep_no_signal",
+                "keeps the groups that experience.refill replaces",
+                "remove one of them",
+                value=True,
+            )
         if self.capacity < config.sampled_groups:
-            problem = f"must hold the {config.sampled_groups} groups of a batch that come from it"
-            raise UserError("experience.replay.capacity", problem, value=self.capacity)
+            raise UserError(
+                "experience.replay.capacity",
+                f"must hold the {config.sampled_groups} groups of a batch that come from it",
+                value=self.capacity,
+            )
         self._check_staleness(config)
         compares = config.algorithm.build().baseline == "group" and (config.rollout.group_size > 1 or config.follows)
         if self.priority != "none" and not compares:
-            problem = "compares a group's rewards with each other, which this algorithm does not"
-            raise UserError("experience.replay.priority", problem, "use none", value=self.priority)
+            raise UserError(
+                "experience.replay.priority",
+                "compares a group's rewards with each other, which this algorithm does not",
+                "use none",
+                value=self.priority,
+            )
 
     def _check_staleness(self, config: "Config") -> None:
         """Refuses a limit of staleness that fresh groups exceed before the last update of their batch."""
@@ -279,8 +320,9 @@ class ReplayConfig(ConfigBlock):
             batches = 1
         minimum = batches * updates - 1
         if self.max_staleness < minimum:
-            problem = f"must be at least {minimum}, {why}"
-            raise UserError("experience.replay.max_staleness", problem, value=self.max_staleness)
+            raise UserError(
+                "experience.replay.max_staleness", f"must be at least {minimum}, {why}", value=self.max_staleness
+            )
 
 
 class RefillConfig(ConfigBlock):
@@ -294,8 +336,12 @@ class RefillConfig(ConfigBlock):
     def check(self, config: "Config") -> None:
         """Refuses an algorithm that needs no replacement of groups."""
         if config.algorithm.signal(config.task) == "any":
-            problem = "replaces no group, because this algorithm also learns from groups with equal rewards"
-            raise UserError("experience.refill", problem, "remove it", value=self.model_dump())
+            raise UserError(
+                "experience.refill",
+                "replaces no group, because this algorithm also learns from groups with equal rewards",
+                "remove it",
+                value=self.model_dump(),
+            )
 
 
 class RegimeConfig(ConfigBlock):
@@ -379,8 +425,12 @@ class RegimeConfig(ConfigBlock):
         staleness_key = "regime.max_staleness"
         limit = self.max_staleness
         if limit is None:
-            remedy = "set it to the largest staleness that the last update of a batch may have, in optimizer steps"
-            raise UserError(staleness_key, "is required with regime.mode = async", remedy, value=limit)
+            raise UserError(
+                staleness_key,
+                "is required with regime.mode = async",
+                "set it to the largest staleness that the last update of a batch may have, in optimizer steps",
+                value=limit,
+            )
         batches = self.sync_interval
         why = f"regime.sync_interval = {self.sync_interval}"
         replay = config.experience and config.experience.replay
@@ -464,27 +514,40 @@ class ExperienceConfig(ConfigBlock):
         if config.regime.mode == "async":
             refuse_with(config, ["experience.refill"], "regime.mode = async")
         if self.regrade and config.task.agent == "environment":
-            problem = "does not work with task.agent = environment, which gives the rewards itself"
-            raise UserError("experience.regrade", problem, "remove one of them", value=True)
+            raise UserError(
+                "experience.regrade",
+                "does not work with task.agent = environment, which gives the rewards itself",
+                "remove one of them",
+                value=True,
+            )
         if self.follow:
             self._check_followed(config)
         else:
             refuse_without(config, followed_keys, "experience.follow")
         if not (self.store or self.mix or self.late or self.replay or self.refill or self.record):
-            problem = "give at least one of store, mix, late, replay, refill and record, or remove it"
-            raise UserError("experience", problem)
+            raise UserError(
+                "experience", "give at least one of store, mix, late, replay, refill and record, or remove it"
+            )
 
     def _check_followed(self, config: "Config") -> None:
         """Refuses what a followed store cannot give, such as completions of newer weights than its checkpoints."""
         if self.missing_logprobs == "initial":
-            problem = "does not work with experience.follow: rows arrive after the first step"
-            raise UserError("experience.missing_logprobs", problem, "use current or unneeded", value="initial")
+            raise UserError(
+                "experience.missing_logprobs",
+                "does not work with experience.follow: rows arrive after the first step",
+                "use current or unneeded",
+                value="initial",
+            )
         updates = config.training.updates
         minimum = config.training.checkpoint_every - 1 + updates - 1
         more = " plus the other updates of its batch" if updates > 1 else ""
         for name in ("regime.max_staleness", "experience.replay.max_staleness"):
             limit = value_of(config, name)
             if limit is not None and limit < minimum:
-                problem = f"must be at least training.checkpoint_every - 1{more} = {minimum}, as a server that follows"
-                problem += " the run samples with its checkpoints"
-                raise UserError(name, problem, "raise it, or write checkpoints more often", value=limit)
+                raise UserError(
+                    name,
+                    f"must be at least training.checkpoint_every - 1{more} = {minimum}, as a server that follows"
+                    " the run samples with its checkpoints",
+                    "raise it, or write checkpoints more often",
+                    value=limit,
+                )

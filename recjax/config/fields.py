@@ -116,9 +116,13 @@ class ConfigBlock(pydantic.BaseModel):
         Raises:
             UserError: the message has the call that makes another config.
         """
-        remedy = "make another one, by short names or dotted keys:"
-        remedy += " config.replace(steps=80) or config.replace(**{'training.steps': 80})"
-        raise UserError(name, "a config never changes", remedy, value=value)
+        raise UserError(
+            name,
+            "a config never changes",
+            "make another one, by short names or dotted keys:"
+            " config.replace(steps=80) or config.replace(**{'training.steps': 80})",
+            value=value,
+        )
 
     def check(self, config: "Config") -> None:
         """Refuses contradictions within the block and with other blocks.
@@ -152,7 +156,7 @@ def value_of(config: ConfigBlock, name: str) -> Any:
     return functools.reduce(inner, name.split("."), config)
 
 
-def refuse_without(config: ConfigBlock, names: Iterable[str], *conditions: str) -> None:
+def refuse_without(config: "Config", names: Iterable[str], *conditions: str) -> None:
     """Refuses each key that does not have its default, because none of the conditions that it needs holds.
 
     Args:
@@ -166,7 +170,7 @@ def refuse_without(config: ConfigBlock, names: Iterable[str], *conditions: str) 
     _expect_defaults(config, names, problem, f"set {which}, or remove this key")
 
 
-def refuse_with(config: ConfigBlock, names: Iterable[str], condition: str) -> None:
+def refuse_with(config: "Config", names: Iterable[str], condition: str) -> None:
     """Refuses each key that does not have its default, because a condition holds that it does not work with.
 
     Args:
@@ -178,16 +182,13 @@ def refuse_with(config: ConfigBlock, names: Iterable[str], condition: str) -> No
     _expect_defaults(config, names, f"does not work with {condition}", "remove one of them")
 
 
-def _expect_defaults(config: ConfigBlock, names: Iterable[str], problem: str, remedy: str) -> None:
+def _expect_defaults(config: "Config", names: Iterable[str], problem: str, remedy: str) -> None:
     for name in names:
         value = value_of(config, name)
         if value != schema_keys(type(config))[name].get_default(call_default_factory=True):
-            raise UserError(name, problem, remedy, value=plain_value(value))
-
-
-def plain_value(value: Any) -> Any:
-    """A key's value for a message: a block as a mapping, all other values as they are."""
-    return value.model_dump() if isinstance(value, ConfigBlock) else value
+            if isinstance(value, ConfigBlock):
+                value = value.model_dump()
+            raise UserError(name, problem, remedy, value=value)
 
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:

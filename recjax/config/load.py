@@ -24,11 +24,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = make_config(read_yaml_file(path), overrides, str(path))
     if config.task.file and config.task.file.train == PASSED:
         if "train" not in config.task.file.model_fields_set:
-            remedy = "set it in the file or as task.file.train=…"
-            raise UserError(str(path), "task.file.train has no value", remedy)
+            raise UserError(str(path), "task.file.train has no value", "set it in the file or as task.file.train=…")
         choices = ", ".join(f"task.{name}" for name in TASKS)
-        problem = "found none, and only recjax.run takes problems"
-        raise UserError(f"{path}: task", f"give exactly one of {choices}", problem)
+        raise UserError(
+            f"{path}: task", f"give exactly one of {choices}", "found none, and only recjax.run takes problems"
+        )
     return config
 
 
@@ -84,8 +84,12 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
 
     def literal(text: str) -> str:
         if re.search(r"(?<!\\)\$\{", text):
-            remedy = "write the value itself, or \\${ where these characters are meant"
-            raise UserError(f"{source}: {name}", "${…} is not replaced", remedy, value=text)
+            raise UserError(
+                f"{source}: {name}",
+                "${…} is not replaced",
+                "write the value itself, or \\${ where these characters are meant",
+                value=text,
+            )
         return text.replace("\\${", "${")
 
     for key, value in layer.items():

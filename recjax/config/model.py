@@ -86,8 +86,7 @@ class DecoderShape(ConfigBlock):
         """Refuses sizes that the heads cannot share."""
         heads = f"model.decoder.num_heads = {self.num_heads}"
         if self.hidden_size % (2 * self.num_heads):
-            problem = f"must be an even multiple of {heads}"
-            raise UserError("model.decoder.hidden_size", problem, value=self.hidden_size)
+            raise UserError("model.decoder.hidden_size", f"must be an even multiple of {heads}", value=self.hidden_size)
         if self.num_heads % self.num_kv_heads:
             raise UserError("model.decoder.num_kv_heads", f"must divide {heads}", value=self.num_kv_heads)
 
@@ -195,8 +194,9 @@ class ModelConfig(ConfigBlock):
             try:
                 re.compile(pattern)
             except re.error as error:
-                problem = f"{pattern!r} is not a regular expression ({error})"
-                raise UserError(problem=problem, remedy="correct the pattern") from error
+                raise UserError(
+                    problem=f"{pattern!r} is not a regular expression ({error})", remedy="correct the pattern"
+                ) from error
         return patterns
 
     @property
@@ -280,12 +280,19 @@ class WarmStartConfig(ConfigBlock):
         if self.demonstrations is None:
             return
         if "learning_rate" not in self.model_fields_set:
-            remedy = "set it for demonstrations: about 1e-5 for all weights, 1e-4 for model.lora"
-            raise UserError("warm_start.learning_rate", "is for small decoders", remedy, value=self.learning_rate)
+            raise UserError(
+                "warm_start.learning_rate",
+                "is for small decoders",
+                "set it for demonstrations: about 1e-5 for all weights, 1e-4 for model.lora",
+                value=self.learning_rate,
+            )
         if config.experience is not None and config.experience.missing_logprobs == "initial":
-            problem = "does not work with warm_start.demonstrations"
-            remedy = "use current, or export the warm-started model first"
-            raise UserError("experience.missing_logprobs", problem, remedy, value="initial")
+            raise UserError(
+                "experience.missing_logprobs",
+                "does not work with warm_start.demonstrations",
+                "use current, or export the warm-started model first",
+                value="initial",
+            )
 
 
 Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
@@ -311,5 +318,9 @@ class MeshConfig(ConfigBlock):
         """Refuses more than one -1."""
         open_axes = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
         if len(open_axes) > 1:
-            problem = f"only one of {' and '.join(open_axes)} can be -1 and take the remaining devices"
-            raise UserError(open_axes[0], problem, "set the other", value=-1)
+            raise UserError(
+                open_axes[0],
+                f"only one of {' and '.join(open_axes)} can be -1 and take the remaining devices",
+                "set the other",
+                value=-1,
+            )

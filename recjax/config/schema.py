@@ -84,8 +84,9 @@ class AlgorithmConfig(ConfigBlock):
         if callable(function):
             name = f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else "<object>"
             if "<" in name or name.startswith("__main__:"):
-                remedy = "define it in a module and give module:function"
-                raise UserError(problem="a config takes functions by name", remedy=remedy)
+                raise UserError(
+                    problem="a config takes functions by name", remedy="define it in a module and give module:function"
+                )
             return {**block, "name": name}
         return block if isinstance(value, str) else value
 
@@ -126,11 +127,18 @@ class AlgorithmConfig(ConfigBlock):
         algorithm = self.build()
         self._check_teacher(algorithm, config)
         if config.model.reference and not algorithm.needs_reference:
-            problem = "does not apply while algorithm.reference_kl.coefficient is 0"
-            raise UserError("model.reference", problem, "set that, or remove this key", value=config.model.reference)
+            raise UserError(
+                "model.reference",
+                "does not apply while algorithm.reference_kl.coefficient is 0",
+                "set that, or remove this key",
+                value=config.model.reference,
+            )
         if algorithm.score_centering is not None and not config.rollout.recorded_top_k:
-            problem = "reads the sampler's most likely tokens, which are not recorded"
-            self._refuse("score_centering", problem, "set rollout.recorded_top_k=128")
+            self._refuse(
+                "score_centering",
+                "reads the sampler's most likely tokens, which are not recorded",
+                "set rollout.recorded_top_k=128",
+            )
         self._check_rewards(algorithm, config)
         self._check_trajectories(algorithm, config)
         self._check_sizes(algorithm, config)
@@ -139,16 +147,27 @@ class AlgorithmConfig(ConfigBlock):
         """Refuses a teacher that nothing reads or that teaches nothing, and terms that lack their teacher."""
         teacher = config.model.teacher
         if teacher and not algorithm.needs_teacher:
-            problem = "does not apply while algorithm.distillation and algorithm.teacher_divergence are off"
-            raise UserError("model.teacher", problem, "set the coefficient of one, or remove this key", value=teacher)
+            raise UserError(
+                "model.teacher",
+                "does not apply while algorithm.distillation and algorithm.teacher_divergence are off",
+                "set the coefficient of one, or remove this key",
+                value=teacher,
+            )
         if algorithm.needs_teacher and not teacher:
             axis = "teacher_divergence" if algorithm.distillation is None else "distillation"
-            remedy = "set model.teacher to the folder or hub name of a model with the policy's tokenizer"
-            raise UserError(f"algorithm.{axis}", "needs a teacher", remedy, value=getattr(self, axis))
+            raise UserError(
+                f"algorithm.{axis}",
+                "needs a teacher",
+                "set model.teacher to the folder or hub name of a model with the policy's tokenizer",
+                value=getattr(self, axis),
+            )
         if teacher == POLICY and config.model.teacher_rate == 1 and not config.task.teacher_template:
-            problem = "has the weights and prompts of the policy, which learns nothing from it"
-            remedy = "set task.teacher_template, or model.teacher_rate below 1"
-            raise UserError("model.teacher", problem, remedy, value=teacher)
+            raise UserError(
+                "model.teacher",
+                "has the weights and prompts of the policy, which learns nothing from it",
+                "set task.teacher_template, or model.teacher_rate below 1",
+                value=teacher,
+            )
 
     def _check_rewards(self, algorithm: "Algorithm", config: "Config") -> None:
         """Refuses rewards that the algorithm's advantage cannot read."""
@@ -156,29 +175,42 @@ class AlgorithmConfig(ConfigBlock):
         reads_turns = algorithm.reads("turn_rewards", "token_turns")
         if config.task.truncated == "penalize" and (reads_parts or reads_turns):
             which = "the rewards' parts" if reads_parts else "the rewards of turns"
-            problem = f"replaces rewards, but this algorithm's advantage reads {which}"
-            raise UserError("task.truncated", problem, "use train or mask", value="penalize")
+            raise UserError(
+                "task.truncated",
+                f"replaces rewards, but this algorithm's advantage reads {which}",
+                "use train or mask",
+                value="penalize",
+            )
         if reads_parts and config.task.agent_failure_reward is not None:
-            problem = "has no effect, because this algorithm's advantage reads the rewards' parts, which a failed agent"
-            problem += " has not"
-            remedy = "remove it, or use another advantage"
-            value = config.task.agent_failure_reward
-            raise UserError("task.agent_failure_reward", problem, remedy, value=value)
+            raise UserError(
+                "task.agent_failure_reward",
+                "has no effect, because this algorithm's advantage reads the rewards' parts, which a failed agent"
+                " has not",
+                "remove it, or use another advantage",
+                value=config.task.agent_failure_reward,
+            )
         if reads_parts and config.task.mixture:
-            problem = "reads the rewards' parts, whose weights differ between tasks of task.mixture"
-            self._refuse("advantage", problem, "use another advantage")
+            self._refuse(
+                "advantage",
+                "reads the rewards' parts, whose weights differ between tasks of task.mixture",
+                "use another advantage",
+            )
         experience = config.experience
         has_stored = experience is not None and (experience.store or experience.mix)
         if reads_turns and not config.task.agent and not has_stored:
-            problem = "reads the turns of agents"
-            self._refuse("advantage", problem, "set task.agent or experience.store, or use another advantage")
+            self._refuse(
+                "advantage", "reads the turns of agents", "set task.agent or experience.store, or use another advantage"
+            )
 
     def _check_trajectories(self, algorithm: "Algorithm", config: "Config") -> None:
         """Refuses terms and advantages that the kind of the run's completions does not allow."""
         if not config.has_trajectories:
             if algorithm.observations is not None:
-                problem = "needs an agent's observations, which completions of a single turn lack"
-                self._refuse("observations", problem, "set task.agent or experience.follow, or remove it")
+                self._refuse(
+                    "observations",
+                    "needs an agent's observations, which completions of a single turn lack",
+                    "set task.agent or experience.follow, or remove it",
+                )
         elif problem := self.problem_with_trajectories():
             self._refuse("advantage", problem)
 
@@ -190,17 +222,25 @@ class AlgorithmConfig(ConfigBlock):
         axes = self.resolved()
         name = axes.get("advantage", axes["objective"])["name"]
         if rollout.group_size == 1 and self.ignores_singletons():
-            problem = f"{name} is always 0 for a group's only completion"
-            remedy = "raise it, or set algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage"
-            raise UserError("rollout.group_size", problem, f"{remedy} has it", value=1)
+            raise UserError(
+                "rollout.group_size",
+                f"{name} is always 0 for a group's only completion",
+                "raise it, or set algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has it",
+                value=1,
+            )
         is_users = ":" in name
         if rollout.prompts_per_step * rollout.group_size == 1 and algorithm.baseline == "batch" and not is_users:
-            problem = f"{name} is always 0 for a batch's only completion"
-            raise UserError("rollout.prompts_per_step", problem, "raise it", value=1)
+            raise UserError(
+                "rollout.prompts_per_step", f"{name} is always 0 for a batch's only completion", "raise it", value=1
+            )
         template = config.task.teacher_template
         if rollout.group_size == 1 and "{better}" in (template or ""):
-            problem = "names {better}, which a prompt's only completion never has"
-            raise UserError("task.teacher_template", problem, "raise rollout.group_size", value=template)
+            raise UserError(
+                "task.teacher_template",
+                "names {better}, which a prompt's only completion never has",
+                "raise rollout.group_size",
+                value=template,
+            )
 
     def _refuse(self, axis: str, problem: str, remedy: str = "") -> NoReturn:
         """Refuses an axis, or the preset if the preset sets the axis."""
@@ -261,8 +301,9 @@ class OptimizerConfig(ConfigBlock):
         """Refuses a warm-up longer than the run, a state without its run, and a schedule that cannot be built."""
         steps = config.training.steps
         if self.warmup_steps and self.warmup_steps >= steps:
-            problem = f"must be below training.steps = {steps}"
-            raise UserError("optimizer.warmup_steps", problem, value=self.warmup_steps)
+            raise UserError(
+                "optimizer.warmup_steps", f"must be below training.steps = {steps}", value=self.warmup_steps
+            )
         if not config.model.run:
             refuse_without(config, ["optimizer.state"], "model.run")
         if isinstance(self.schedule, str):
@@ -274,8 +315,9 @@ class OptimizerConfig(ConfigBlock):
         except UserError:
             raise
         except Exception as error:
-            problem = f"optax refuses it: {described(error)}"
-            raise UserError("optimizer.schedule", problem, value=self.schedule) from error
+            raise UserError(
+                "optimizer.schedule", f"optax refuses it: {described(error)}", value=self.schedule
+            ) from error
 
     def build_schedule(self, steps: int) -> "optax.Schedule":
         """Learning rate by number of previous updates: a linear warm-up, then the schedule.
@@ -292,15 +334,21 @@ class OptimizerConfig(ConfigBlock):
         name = options.pop("name", None)
         known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
         if name not in known:
-            problem = f"is no schedule of optax; takes one of {', '.join(known)}"
-            remedy = did_you_mean(name, known).removeprefix("; ")
-            raise UserError(f"{schedule_key}.name", problem, remedy, value=name)
+            raise UserError(
+                f"{schedule_key}.name",
+                f"is no schedule of optax; takes one of {', '.join(known)}",
+                did_you_mean(name, known).removeprefix("; "),
+                value=name,
+            )
         parameters = inspect.signature(getattr(optax.schedules, name)).parameters
         for option, value in options.items():
             if option not in parameters:
-                problem = f"is no argument of {name}, which takes {', '.join(parameters)}"
-                remedy = did_you_mean(option, parameters).removeprefix("; ")
-                raise UserError(f"{schedule_key}.{option}", problem, remedy, value=value)
+                raise UserError(
+                    f"{schedule_key}.{option}",
+                    f"is no argument of {name}, which takes {', '.join(parameters)}",
+                    did_you_mean(option, parameters).removeprefix("; "),
+                    value=value,
+                )
             if isinstance(value, dict | list):
                 continue
             try:
@@ -310,11 +358,16 @@ class OptimizerConfig(ConfigBlock):
         peak = next((each for each in ("value", "peak_value", "init_value") if each in parameters), None)
         has_own_peak = peak is None or options.get(peak, self.learning_rate) != self.learning_rate
         if has_own_peak and self.learning_rate != type(self).model_fields["learning_rate"].default:
-            problem = f"{name} has its own peak"
-            raise UserError("optimizer.learning_rate", problem, "set only one of the two", value=self.learning_rate)
+            raise UserError(
+                "optimizer.learning_rate",
+                f"{name} has its own peak",
+                "set only one of the two",
+                value=self.learning_rate,
+            )
         if self.warmup_steps and peak not in ("value", "init_value"):
-            problem = f"{name} has its own warm-up"
-            raise UserError("optimizer.warmup_steps", problem, "remove one of them", value=self.warmup_steps)
+            raise UserError(
+                "optimizer.warmup_steps", f"{name} has its own warm-up", "remove one of them", value=self.warmup_steps
+            )
         remaining_steps = max(steps - self.warmup_steps - options.get("transition_begin", 0), 1)
         defaults = {peak: self.learning_rate, "decay_steps": remaining_steps, "transition_steps": remaining_steps}
         options = {option: value for option, value in defaults.items() if option in parameters} | options
@@ -392,19 +445,30 @@ class TrainingConfig(ConfigBlock):
     def check(self, config: "Config") -> None:
         """Refuses runs without steps, batches that cannot be split, and steps or keys that the run does not have."""
         if self.steps == 0 and not config.demonstrations:
-            problem = "takes 1 or more, or 0 for a warm start alone"
-            raise UserError("training.steps", problem, "set warm_start.demonstrations", value=0)
+            raise UserError(
+                "training.steps",
+                "takes 1 or more, or 0 for a warm start alone",
+                "set warm_start.demonstrations",
+                value=0,
+            )
         self._check_splits(config)
         traced = self.profile_steps
         if traced is not None and (len(traced) != 2 or not 1 <= traced[0] <= traced[1] <= self.steps):
-            problem = f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}"
-            raise UserError("training.profile_steps", problem, "or null for no trace", value=traced)
+            raise UserError(
+                "training.profile_steps",
+                f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}",
+                "or null for no trace",
+                value=traced,
+            )
         known = resumable_keys(config) if self.resume_with else []
         for name in self.resume_with:
             if name not in known:
-                problem = f"{name!r} cannot change; takes {', '.join(known)}"
-                remedy = did_you_mean(name, known).removeprefix("; ")
-                raise UserError("training.resume_with", problem, remedy, value=self.resume_with)
+                raise UserError(
+                    "training.resume_with",
+                    f"{name!r} cannot change; takes {', '.join(known)}",
+                    did_you_mean(name, known).removeprefix("; "),
+                    value=self.resume_with,
+                )
 
     def _check_splits(self, config: "Config") -> None:
         """Refuses minibatches and micro-batches that prompts cannot share equally, or that an advantage cannot read."""
@@ -420,13 +484,20 @@ class TrainingConfig(ConfigBlock):
         if self.minibatches == 1:
             return
         if chosen and prompts // self.minibatches % chosen:
-            problem = f"must divide the {prompts // self.minibatches} prompts of a minibatch"
-            problem += " (rollout.prompts_per_step / training.minibatches)"
-            raise UserError("training.micro_batch_prompts", problem, value=chosen)
+            raise UserError(
+                "training.micro_batch_prompts",
+                f"must divide the {prompts // self.minibatches} prompts of a minibatch"
+                " (rollout.prompts_per_step / training.minibatches)",
+                value=chosen,
+            )
         if not RESCORED.isdisjoint(names_read(config.algorithm.build().advantage)):
-            problem = "does not work with an advantage that reads scored log-probs or entropies, which each update"
-            problem += " computes for its minibatch only"
-            raise UserError("training.minibatches", problem, "set 1, or use another advantage", value=self.minibatches)
+            raise UserError(
+                "training.minibatches",
+                "does not work with an advantage that reads scored log-probs or entropies, which each update"
+                " computes for its minibatch only",
+                "set 1, or use another advantage",
+                value=self.minibatches,
+            )
 
 
 MOST_PROBLEMS = 256

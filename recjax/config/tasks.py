@@ -202,29 +202,40 @@ class OneTask(ConfigBlock):
             check_gym(gym.name, gym.options, gym.template)
         has_plain_prompts = self.arithmetic is not None or (gym is not None and not gym.chat)
         if has_plain_prompts and self.system_prompt is not None:
-            problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic"
-            raise UserError(f"{block_key}.system_prompt", problem, "remove it", value=self.system_prompt)
+            raise UserError(
+                f"{block_key}.system_prompt",
+                "does not apply to plain text prompts, such as the prompts of task.arithmetic",
+                "remove it",
+                value=self.system_prompt,
+            )
         name = self.reward_name()
         if name not in GRADERS and ":" not in name:
-            problem = f"takes module:function, model:PATH, or one of {_GRADERS}"
-            raise UserError(f"{block_key}.reward", problem, value=self.reward)
+            raise UserError(
+                f"{block_key}.reward", f"takes module:function, model:PATH, or one of {_GRADERS}", value=self.reward
+            )
         if self.reward_device != "auto" and not name.startswith("model:"):
-            problem = "applies only with task.reward = model:PATH"
-            remedy = "set it, or remove this key"
-            raise UserError(f"{block_key}.reward_device", problem, remedy, value=self.reward_device)
+            raise UserError(
+                f"{block_key}.reward_device",
+                "applies only with task.reward = model:PATH",
+                "set it, or remove this key",
+                value=self.reward_device,
+            )
         if self.file is None:
             return
         if self.file.train == PASSED:  # recjax.run adds the problems, and perhaps a reward
             if block_key != "task":
-                problem = "takes a file: recjax.run adds no rows to a mixture"
-                raise UserError(f"{block_key}.file.train", problem, value=PASSED)
+                raise UserError(
+                    f"{block_key}.file.train", "takes a file: recjax.run adds no rows to a mixture", value=PASSED
+                )
             return
         compares = (name in GRADERS or name.startswith(_SIMPLE)) and not by_agent
         if compares and not self.file.answer_column:
-            problem = f"the reward {name} compares completions with answers"
-            remedy = "name their column, or a reward of your own"
-            value = self.file.answer_column
-            raise UserError(f"{block_key}.file.answer_column", problem, remedy, value=value)
+            raise UserError(
+                f"{block_key}.file.answer_column",
+                f"the reward {name} compares completions with answers",
+                "name their column, or a reward of your own",
+                value=self.file.answer_column,
+            )
 
 
 class MixedTask(OneTask):
@@ -239,8 +250,7 @@ class MixedTask(OneTask):
             raise UserError(problem="takes a block with a task, such as {gsm8k: {}, weight: 2}")
         for name in value:
             if name in TaskConfig.model_fields and name not in cls.model_fields:
-                problem = f"{name} is a key of all tasks of a mixture"
-                raise UserError(problem=problem, remedy=f"set task.{name} instead")
+                raise UserError(problem=f"{name} is a key of all tasks of a mixture", remedy=f"set task.{name} instead")
         return cls(**value)
 
 
@@ -254,8 +264,9 @@ class KeepConfig(ConfigBlock):
         """Refuses bounds that are no two ordered rates."""
         bounds = self.pass_rate
         if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] <= 1:
-            problem = "takes [lowest, highest] with 0 <= lowest <= highest <= 1"
-            raise UserError("task.keep.pass_rate", problem, value=bounds)
+            raise UserError(
+                "task.keep.pass_rate", "takes [lowest, highest] with 0 <= lowest <= highest <= 1", value=bounds
+            )
 
 
 class CurriculumConfig(ConfigBlock):
@@ -425,8 +436,9 @@ class TaskConfig(OneTask):
         choices = [f"task.{name}" for name in (*TASKS, "mixture")]
         chosen = [name for name in choices if value_of(config, name) is not None]
         if len(chosen) != 1:
-            problem = f"give exactly one of {', '.join(choices)}"
-            raise UserError("task", problem, f"found {' and '.join(chosen) or 'none'}")
+            raise UserError(
+                "task", f"give exactly one of {', '.join(choices)}", f"found {' and '.join(chosen) or 'none'}"
+            )
         if self.mixture:
             names = [name for name in OneTask.model_fields if name not in TASKS]
             refuse_with(config, [f"task.{name}" for name in names], "task.mixture")
@@ -464,8 +476,12 @@ class TaskConfig(OneTask):
         """
         for part_name, needed in ((TURNS, "agent"), (ROWS, "agent"), (OVERLONG, "overlong_tokens")):
             if part_name in weights and getattr(self, needed) is None:
-                problem = f"weighs the part {part_name!r}, which rewards have only with task.{needed}"
-                raise UserError(f"{block_key}.reward_weights", problem, "set it, or remove the weight", value=weights)
+                raise UserError(
+                    f"{block_key}.reward_weights",
+                    f"weighs the part {part_name!r}, which rewards have only with task.{needed}",
+                    "set it, or remove the weight",
+                    value=weights,
+                )
 
     def _check_teacher(self, config: "Config") -> None:
         """Refuses a prompt of the teacher that this run cannot make, and settings of a prompt that it does not have."""
@@ -482,12 +498,19 @@ class TaskConfig(OneTask):
             refuse_without(config, ["task.teacher_tokens", "task.teacher_feedback"], template_key)
             return
         if self.teacher_tokens is None:
-            remedy = "set it to the room for a prompt from the template"
-            raise UserError("task.teacher_tokens", f"is required with {template_key}", remedy, value=None)
+            raise UserError(
+                "task.teacher_tokens",
+                f"is required with {template_key}",
+                "set it to the room for a prompt from the template",
+                value=None,
+            )
         if self.teacher_feedback and "{feedback}" not in self.teacher_template:
-            problem = "task.teacher_template has no {feedback}"
-            remedy = "add it there, or remove this key"
-            raise UserError("task.teacher_feedback", problem, remedy, value=self.teacher_feedback)
+            raise UserError(
+                "task.teacher_feedback",
+                "task.teacher_template has no {feedback}",
+                "add it there, or remove this key",
+                value=self.teacher_feedback,
+            )
 
     def _check_agent(self, config: "Config") -> None:
         """Refuses an agent without its tools or environment, and settings of an agent that this run lacks."""
@@ -499,17 +522,28 @@ class TaskConfig(OneTask):
         if self.agent != "tools":
             refuse_without(config, ["task.tools", "task.tool_seconds"], "task.agent = tools")
         elif not self.tools:
-            remedy = "set it: module:function of each tool that the model may call"
-            raise UserError("task.tools", "is required with task.agent = tools", remedy, value=self.tools)
+            raise UserError(
+                "task.tools",
+                "is required with task.agent = tools",
+                "set it: module:function of each tool that the model may call",
+                value=self.tools,
+            )
         if self.agent != "environment":
             refuse_without(config, ["task.environment"], "task.agent = environment")
         elif self.environment is None:
-            remedy = "set it: module:class of the environment"
-            raise UserError("task.environment", "is required with task.agent = environment", remedy, value=None)
+            raise UserError(
+                "task.environment",
+                "is required with task.agent = environment",
+                "set it: module:class of the environment",
+                value=None,
+            )
         limit = config.rollout.max_completion_tokens
         if self.overlong_tokens is not None and self.overlong_tokens > limit:
-            problem = f"must be at most rollout.max_completion_tokens = {limit}"
-            raise UserError("task.overlong_tokens", problem, value=self.overlong_tokens)
+            raise UserError(
+                "task.overlong_tokens",
+                f"must be at most rollout.max_completion_tokens = {limit}",
+                value=self.overlong_tokens,
+            )
 
     def _check_seats(self, config: "Config") -> None:
         """Refuses seats of unknown players, seats that cannot be trained, and runs that seats do not work with."""
@@ -523,23 +557,41 @@ class TaskConfig(OneTask):
             _check_player(f"task.seats.{name}", player, config.training.checkpoint_every)
         trained = self.trained_seats
         if not trained:
-            problem = "the policy plays no seat"
-            remedy = "set one to policy, or name one in task.train_seats"
-            raise UserError("task.seats", problem, remedy, value=self.seats)
+            raise UserError(
+                "task.seats",
+                "the policy plays no seat",
+                "set one to policy, or name one in task.train_seats",
+                value=self.seats,
+            )
         if len({*trained} & {*self.seats}) < len(trained):
-            problem = f"names seats of task.seats, each once: {', '.join(self.seats)}"
-            raise UserError("task.train_seats", problem, "remove the others", value=self.train_seats)
+            raise UserError(
+                "task.train_seats",
+                f"names seats of task.seats, each once: {', '.join(self.seats)}",
+                "remove the others",
+                value=self.train_seats,
+            )
         players = [self.seats[name] for name in trained]
         if any(":" in str(player) for player in players):
-            problem = "a script plays one of them, whose replies have no log-probs"
-            raise UserError("task.train_seats", problem, "remove it", value=self.train_seats)
+            raise UserError(
+                "task.train_seats",
+                "a script plays one of them, whose replies have no log-probs",
+                "remove it",
+                value=self.train_seats,
+            )
         if config.sampled_groups % len(trained):
-            problem = f"must be a multiple of the {len(trained)} seats to train on, each of which has its own groups"
-            raise UserError("rollout.prompts_per_step", problem, value=config.rollout.prompts_per_step)
+            raise UserError(
+                "rollout.prompts_per_step",
+                f"must be a multiple of the {len(trained)} seats to train on, each of which has its own groups",
+                value=config.rollout.prompts_per_step,
+            )
         for name in ("regime.max_staleness", "experience.replay.max_staleness"):
             if value_of(config, name) is not None and any(player != POLICY for player in players):
-                problem = f"does not work with {name}, which the frozen weights of such a seat exceed"
-                raise UserError("task.train_seats", problem, "remove one of them", value=self.train_seats)
+                raise UserError(
+                    "task.train_seats",
+                    f"does not work with {name}, which the frozen weights of such a seat exceed",
+                    "remove one of them",
+                    value=self.train_seats,
+                )
 
 
 def _check_player(seat_key: str, player: int | str, checkpoint_every: int) -> None:
@@ -551,10 +603,11 @@ def _check_player(seat_key: str, player: int | str, checkpoint_every: int) -> No
     if not is_known:
         raise UserError(seat_key, "takes policy, initial, a number of steps, or module:function", value=player)
     if isinstance(player, int) and player % checkpoint_every:
-        problem = (
-            f"must be a multiple of training.checkpoint_every = {checkpoint_every}, as checkpoints have its weights"
+        raise UserError(
+            seat_key,
+            f"must be a multiple of training.checkpoint_every = {checkpoint_every}, as checkpoints have its weights",
+            value=player,
         )
-        raise UserError(seat_key, problem, value=player)
 
 
 def named_task(value: Any) -> Any:

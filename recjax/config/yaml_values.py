@@ -147,8 +147,7 @@ def read_yaml_file(path: str | Path) -> Any:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        problem = f"not UTF-8 ({error.reason} at byte {error.start})"
-        raise UserError(str(path), problem, "save it as UTF-8") from error
+        raise UserError(str(path), f"not UTF-8 ({error.reason} at byte {error.start})", "save it as UTF-8") from error
     try:
         value = read_yaml(text)
     except UserError as error:
@@ -157,8 +156,11 @@ def read_yaml_file(path: str | Path) -> Any:
     pending = [value]
     for count, each in enumerate(pending):  # the list grows
         if count == _MOST_VALUES:
-            problem = f"not a valid YAML file (has more than {_MOST_VALUES:,} values, with those that aliases repeat)"
-            raise UserError(str(path), problem, "remove aliases")
+            raise UserError(
+                str(path),
+                f"not a valid YAML file (has more than {_MOST_VALUES:,} values, with those that aliases repeat)",
+                "remove aliases",
+            )
         if isinstance(each, dict):
             pending += each.values()
         elif isinstance(each, list):

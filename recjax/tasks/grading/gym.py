@@ -16,6 +16,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
+from recjax.errors import UserError
 from recjax.grading.thinking import after_thoughts
 
 
@@ -30,19 +31,19 @@ def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
     if name not in generators:
         similar = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
         hint = f"did you mean {similar[0]!r}? " if similar else ""
-        raise ValueError(f"task.reasoning_gym.name = {name!r}: {hint}It takes {', '.join(sorted(generators))}")
+        raise UserError("task.reasoning_gym.name", f"{hint}It takes {', '.join(sorted(generators))}", value=name)
     known = {field.name for field in dataclasses.fields(generators[name][1])} - {"seed", "size"}
     for option, value in options.items():
         if option not in known:
-            raise ValueError(
-                f"task.reasoning_gym.options.{option} = {value!r}: {name} takes {', '.join(sorted(known))}"
+            raise UserError(
+                f"task.reasoning_gym.options.{option}", f"{name} takes {', '.join(sorted(known))}", value=value
             )
     try:
         generator(name, options)
     except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"task.reasoning_gym.options = {dict(options)}: {name}: {error}") from error
+        raise UserError("task.reasoning_gym.options", f"{name}: {error}", value=dict(options)) from error
     if "{question}" not in template:
-        raise ValueError(f"task.reasoning_gym.template = {template!r} must hold {{question}}")
+        raise UserError("task.reasoning_gym.template", "must hold {question}", value=template)
 
 
 def _package() -> ModuleType:
@@ -50,7 +51,7 @@ def _package() -> ModuleType:
         import reasoning_gym
     except ImportError as error:
         install = 'pip install -e ".[reasoning_gym]"'
-        raise ValueError(f"task.reasoning_gym needs a package: {install} ({error})") from error
+        raise UserError(problem=f"task.reasoning_gym needs a package: {install} ({error})") from error
     return reasoning_gym
 
 
