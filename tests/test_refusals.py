@@ -261,6 +261,16 @@ CASES = [
         for other, name in ((ASYNC[0], "regime.mode = async"), (STORE, "experience.store"), (MIX, "experience.mix"))
     ),
     ([STORE, "task.keep={}"], "task.keep = {", "does not work with experience.store; remove one of them"),
+    ("task.keep={pass_rate: [0.9, 0.1]}", "task.keep.pass_rate = [0.9, 0.1]: takes [lowest, highest]"),
+    ("task.keep={pass_rate: [0.1]}", "task.keep.pass_rate = [0.1]: takes [lowest, highest]"),
+    (
+        "task={arithmetic: ~, reward: math, file: {train: x, answer_column: ~}}",
+        "task.file.answer_column = None: the reward math compares completions with answers; name their column",
+    ),
+    (
+        "task={arithmetic: ~, reward: ~, mixture: {own: {file: {}}}}",
+        "task.mixture.own.file.train = 'rows': takes a file: recjax.run adds no rows to a mixture",
+    ),
     # Agents.
     (AGENT[:1], "rollout.max_context_tokens = None: is required with task.agent"),
     (CONTEXT, "rollout.max_context_tokens = 32: applies only with task.agent or experience.follow; set one of them"),
@@ -320,6 +330,8 @@ CASES = [
     ([*AGENT, "task.tools=['a:b']"], "task.tools = ['a:b']: applies only with task.agent = tools; set it"),
     ([*AGENT, "task.environment=a:b"], "task.environment = 'a:b': applies only with task.agent = environment"),
     # Sampling and staleness.
+    ([*AGENT, ENGINE], "rollout.engine.url = 'http://127.0.0.1:9': samples single turns; remove task.agent, or"),
+    ([STORE, ENGINE], "url = 'http://127.0.0.1:9': does nothing with experience.store", "remove it"),
     ("rollout.long_prompts=drop", "rollout.long_prompts = 'drop'", "rollout.max_prompt_tokens; set it"),
     (["regime.offline=true", "regime.sync_interval=20"], "regime.sync_interval = 20", "regime.offline; remove one"),
     (["regime.offline=true", "regime.sync_offset=2"], "regime.sync_offset = 2", "regime.offline; remove one"),
@@ -411,6 +423,32 @@ CASES = [
     ([*FOLLOW, "rollout.group_size=1"], "rollout.group_size = 1", "is always 0"),
     # Training and evaluation.
     ("optimizer.state=new", "optimizer.state = 'new': applies only with model.run; set it, or remove this key"),
+    ("optimizer.schedule={name: cosine}", "schedule.name = 'cosine': is no schedule of optax; takes one of constant_"),
+    (
+        "optimizer.schedule={name: cosine_decay_schedule, alhpa: 1}",
+        "optimizer.schedule.alhpa = 1: is no argument of cosine_decay_schedule, which takes init_value",
+        "did you mean 'alpha'?",
+    ),
+    (
+        "optimizer.schedule={name: cosine_decay_schedule, alpha: low}",
+        "optimizer.schedule.alpha = 'low': takes a float",
+    ),
+    (
+        "optimizer.schedule={name: cosine_decay_schedule, init_value: 0.5}",
+        "optimizer.learning_rate = 0.01: cosine_decay_schedule has its own peak; set only one of the two",
+    ),
+    (
+        ["optimizer.schedule={name: warmup_cosine_decay_schedule, init_value: 0.0}", "optimizer.warmup_steps=2"],
+        "optimizer.warmup_steps = 2: warmup_cosine_decay_schedule has its own warm-up; remove one of them",
+    ),
+    (
+        "optimizer.schedule={name: exponential_decay}",
+        "optimizer.schedule = {'name': 'exponential_decay'}: exponential_decay needs decay_rate too",
+    ),
+    (
+        "optimizer.schedule={name: cosine_decay_schedule, decay_steps: 0}",
+        "optimizer.schedule = {'name': 'cosine_decay_schedule', 'decay_steps': 0}: optax refuses it: ValueError",
+    ),
     ("optimizer.warmup_steps=7", "optimizer.warmup_steps = 7", "must be below training.steps = 7"),
     ("training.micro_batch_prompts=3", "training.micro_batch_prompts = 3", "rollout.prompts_per_step = 4"),
     ("training.updates_per_batch=0", "training.updates_per_batch = 0: takes an integer, 1 or more"),
