@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -17,7 +17,7 @@ from recjax.algorithms.options import did_you_mean
 from recjax.config.yaml_values import read_decimal, read_yaml_file
 from recjax.errors import UserError, shown
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
     from recjax.config.schema import Config
 
 # Outside this range, scores divided by the temperature are infinite, or all equal.
@@ -106,7 +106,7 @@ class ConfigBlock(pydantic.BaseModel):
         try:
             super().__init__(**values)
         except pydantic.ValidationError as error:
-            raise joined(user_errors(type(self), error, values)) from None
+            raise one_error(user_errors(type(self), error, values)) from None
 
     __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
 
@@ -279,7 +279,7 @@ def user_errors(
             yield _in_source(source, _wrong_value(name, names[0], values, keys[name], each))
 
 
-def joined(errors: Iterable[UserError]) -> UserError:
+def one_error(errors: Iterable[UserError]) -> UserError:
     """One error with a line for each of the errors; a single error as it is."""
     first, *others = errors
     if not others:
@@ -298,9 +298,10 @@ def _unknown_key(name: str, value: Any, keys: Mapping[str, FieldInfo], around: t
         keys: all keys of the schema.
         around: the block that contains the key.
     """
-    *_, before_last, last = ("", *name.split("."))
+    parts = name.split(".")
+    last = parts[-1]
     elsewhere = _hint_from_elsewhere(name, value, keys)
-    is_known = last in _names_elsewhere() or f"{before_last}.{last}" in _names_elsewhere()
+    is_known = last in _names_elsewhere() or ".".join(parts[-2:]) in _names_elsewhere()
     if not is_known and difflib.get_close_matches(name, keys, n=1, cutoff=0.8):
         elsewhere = ""  # a misspelling of our own key
     same_ending = [key_name for key_name in keys if key_name.split(".")[-1] == last]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pydantic
 
-from recjax.config.fields import block_of, joined, takes, user_errors
+from recjax.config.fields import block_of, one_error, takes, user_errors
 from recjax.config.schema import KEYS, SHORT_FORMS, Config, full_name
 from recjax.config.tasks import PASSED, TASKS
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
@@ -58,19 +58,15 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
     try:
         return Config.model_validate(merged)
     except pydantic.ValidationError as error:
-        raise _without_passwords(joined(user_errors(Config, error, merged, sources, source))) from None
-
-
-def _without_passwords(error: UserError) -> UserError:
-    """The same error with *** instead of passwords."""
-    where = error.where
-    value = error.value
-    text = shown(value, longest=10**6)
-    if without_password(text) != text:
-        where = f"{where} = {without_password(text)[:300]}"
-        value = ...
-    problem = without_password(error.problem)
-    return UserError(without_password(where), problem, without_password(error.remedy), value)
+        mistake = one_error(user_errors(Config, error, merged, sources, source))
+        where = without_password(mistake.where)
+        value = mistake.value
+        text = shown(value, longest=10**6)
+        if without_password(text) != text:
+            where = f"{where} = {without_password(text)[:300]}"
+            value = ...
+        problem = without_password(mistake.problem)
+        raise UserError(where, problem, without_password(mistake.remedy), value) from None
 
 
 def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], prefix: str = "") -> None:

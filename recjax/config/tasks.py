@@ -446,7 +446,14 @@ class TaskConfig(OneTask):
         for name, task in self.tasks().items():
             block_key = f"task.mixture.{name}" if name else "task"
             task.check_task(block_key, self.agent is not None)
-            self._check_weights(block_key, task.reward_weights)
+            for part_name, needed in ((TURNS, "agent"), (ROWS, "agent"), (OVERLONG, "overlong_tokens")):
+                if part_name in task.reward_weights and getattr(self, needed) is None:
+                    raise UserError(
+                        f"{block_key}.reward_weights",
+                        f"weighs the part {part_name!r}, which rewards have only with task.{needed}",
+                        "set it, or remove the weight",
+                        value=task.reward_weights,
+                    )
         self._check_teacher(config)
         self._check_agent(config)
         if self.seats:
@@ -466,22 +473,6 @@ class TaskConfig(OneTask):
             refuse_with(config, ["task.keep", "task.curriculum"], "experience.store")
         if config.experience.mix is not None:
             refuse_with(config, ["task.curriculum"], "experience.mix")
-
-    def _check_weights(self, block_key: str, weights: Mapping[str, float]) -> None:
-        """Refuses weights of parts that the rewards of this run do not have.
-
-        Args:
-            block_key: dotted key of the block with the weights.
-            weights: the block's `reward_weights`.
-        """
-        for part_name, needed in ((TURNS, "agent"), (ROWS, "agent"), (OVERLONG, "overlong_tokens")):
-            if part_name in weights and getattr(self, needed) is None:
-                raise UserError(
-                    f"{block_key}.reward_weights",
-                    f"weighs the part {part_name!r}, which rewards have only with task.{needed}",
-                    "set it, or remove the weight",
-                    value=weights,
-                )
 
     def _check_teacher(self, config: "Config") -> None:
         """Refuses a prompt of the teacher that this run cannot make, and settings of a prompt that it does not have."""
