@@ -1,8 +1,11 @@
 """Every refusal of the schema: a config of the tiny run with these overrides names key, value and remedy."""
 
+import re
+
 import pytest
 
-from recjax.config import load_config
+from recjax.config import KEYS, MeshConfig, load_config
+from recjax.errors import UserError
 from tests.training.tiny_run import TINY
 
 ASYNC, ENGINE = ["regime.mode=async", "regime.max_staleness=2"], "rollout.engine=http://127.0.0.1:9"
@@ -10,6 +13,8 @@ CONTEXT = "rollout.max_context_tokens=32"
 AGENT = ["task.agent=tests.rollout.some_agents:one_turn", CONTEXT]
 STORE = "experience.store=somewhere"
 FOLLOW = [STORE, "experience.follow=true", CONTEXT]
+MIX = "experience.mix.store=somewhere"
+MIXTURE = "task={arithmetic: ~, reward: ~, mixture: {sums: {arithmetic: {}}}}"
 TURNS = "algorithm.advantage={name: turn_returns}"
 TWICE = ["training.updates_per_batch=2"]
 SHOWN = ["model={decoder: ~, path: base}", "warm_start.demonstrations=shown.jsonl"]
@@ -189,6 +194,9 @@ CASES = [
     (TEMPLATE[:1], "task.teacher_template = '{answer}={prompt}': applies only with model.teacher"),
     (TEMPLATE[:3], "task.teacher_tokens = None: is required with task.teacher_template"),
     ([*TEMPLATE, *AGENT], "task.teacher_template", "does not work with task.agent"),
+    ([*TEMPLATE, *FOLLOW], "task.teacher_template", "does not work with experience.follow; remove one of them"),
+    ("task.teacher_tokens=9", "task.teacher_tokens = 9: applies only with task.teacher_template; set it"),
+    ("task.teacher_feedback=a:b", "task.teacher_feedback = 'a:b': applies only with task.teacher_template; set it"),
     ([*TEMPLATE, "training.tokens_per_micro_batch=64"], "not work with training.tokens_per_micro_batch"),
     ([*TEMPLATE, "task.teacher_feedback=some:function"], "task.teacher_template has no {feedback}; add it there"),
     ([*TEMPLATE, "task.teacher_tokens=0"], "task.teacher_tokens = 0"),
@@ -214,8 +222,9 @@ CASES = [
     ("algorithm.preset=echo", "algorithm.preset = 'echo'", "completions of a single turn lack"),
     (
         "algorithm.distillation.coefficient=0.1",
-        "{'coefficient': 0.1}: needs a teacher: set model.teacher",
+        "{'coefficient': 0.1}: needs a teacher; set model.teacher",
     ),
+    (["model={decoder: ~, run: b}", "warm_start={}"], "model.run = 'b': does not work with warm_start; remove one"),
     # Task.
     ("task=gms8k", "override 'task=gms8k'", "'gms8k'", "did you mean 'gsm8k'"),
     ("task=nonsense", "'nonsense'", "arithmetic", "gsm8k", "reasoning_gym:GENERATOR"),
@@ -251,6 +260,34 @@ CASES = [
     ("task.system_prompt=Be brief.", "task.system_prompt = 'Be brief.'", "plain text", "remove it"),
     ("task.truncated_reward=-1", "task.truncated_reward = -1.0", "task.truncated = penalize", "remove"),
     ("task.overlong_tokens=4", "task.overlong_tokens = 4: must be at most rollout.max_completion_tokens = 3"),
+    *(
+        ([MIXTURE, f"task.{key}={value}"], f"task.{key} = ", "does not work with task.mixture; remove one of them")
+        for key, value in (
+            ("system_prompt", "Be brief."),
+            ("reward", "math"),
+            ("reward_device", "cpu"),
+            ("reward_weights", "{length: -1}"),
+            ("reward_seconds", 5),
+            ("reward_retries", 1),
+            ("success", 0.5),
+            ("verdict", "score"),
+        )
+    ),
+    *(
+        ([other, "task.curriculum={}"], "task.curriculum = {", f"does not work with {name}; remove one of them")
+        for other, name in ((ASYNC[0], "regime.mode = async"), (STORE, "experience.store"), (MIX, "experience.mix"))
+    ),
+    ([STORE, "task.keep={}"], "task.keep = {", "does not work with experience.store; remove one of them"),
+    ("task.keep={pass_rate: [0.9, 0.1]}", "task.keep.pass_rate = [0.9, 0.1]: takes [lowest, highest]"),
+    ("task.keep={pass_rate: [0.1]}", "task.keep.pass_rate = [0.1]: takes [lowest, highest]"),
+    (
+        "task={arithmetic: ~, reward: math, file: {train: x, answer_column: ~}}",
+        "task.file.answer_column = None: the reward math compares completions with answers; name their column",
+    ),
+    (
+        "task={arithmetic: ~, reward: ~, mixture: {own: {file: {}}}}",
+        "task.mixture.own.file.train = 'rows': takes a file: recjax.run adds no rows to a mixture",
+    ),
     # Agents.
     (AGENT[:1], "rollout.max_context_tokens = None: is required with task.agent"),
     (CONTEXT, "rollout.max_context_tokens = 32: applies only with task.agent or experience.follow; set one of them"),
@@ -279,11 +316,19 @@ CASES = [
         "task.environment = None: is required with task.agent = environment; set it: module:class",
     ),
     ("task.agent_seconds=3", "task.agent_seconds = 3.0: applies only with task.agent; set it"),
+    ("task.agent_turns=3", "task.agent_turns = 3: applies only with task.agent; set it"),
+    ("task.agent_failure_reward=-1", "task.agent_failure_reward = -1.0: applies only with task.agent; set it"),
+    ("task.tool_seconds=3", "task.tool_seconds = 3.0: applies only with task.agent = tools; set it"),
     ("task.seats={a: policy}", "task.seats = {'a': 'policy'}: applies only with task.agent; set it"),
     (
         [*AGENT, "task.seats={a: me}"],
         "task.seats.a = 'me': takes policy, initial, a number of steps, or module:function",
     ),
+    *(
+        ([CONTEXT, f"task.agent={name}", f"task.{extra}", "task.seats={a: policy}"], f"work with task.agent = {name}")
+        for name, extra in (("tools", "tools=['a:b']"), ("environment", "environment=a:b"))
+    ),
+    ([*SEATS, "task.curriculum={}"], "task.seats = {'a': 'policy'", "does not work with task.curriculum; remove one"),
     ([*SEATS, "task.keep={}"], "task.seats = {'a': 'policy'", "does not work with task.keep; remove one of them"),
     ([*AGENT, "task.seats={a: initial}"], "task.seats = {'a': 'initial'}: the policy plays no seat; set one to policy"),
     ([*AGENT, "task.seats={a: policy, b: 4}"], "task.seats.b = 4: must be a multiple of training.checkpoint_every = 3"),
@@ -302,6 +347,8 @@ CASES = [
     ([*AGENT, "task.tools=['a:b']"], "task.tools = ['a:b']: applies only with task.agent = tools; set it"),
     ([*AGENT, "task.environment=a:b"], "task.environment = 'a:b': applies only with task.agent = environment"),
     # Sampling and staleness.
+    ([*AGENT, ENGINE], "rollout.engine.url = 'http://127.0.0.1:9': samples single turns; remove task.agent, or"),
+    ([STORE, ENGINE], "url = 'http://127.0.0.1:9': does nothing with experience.store", "remove it"),
     ("rollout.long_prompts=drop", "rollout.long_prompts = 'drop'", "rollout.max_prompt_tokens; set it"),
     (["regime.offline=true", "regime.sync_interval=20"], "regime.sync_interval = 20", "regime.offline; remove one"),
     (["regime.offline=true", "regime.sync_offset=2"], "regime.sync_offset = 2", "regime.offline; remove one"),
@@ -312,6 +359,8 @@ CASES = [
     ("regime.generator_seconds=5", "generator_seconds = 5.0: applies only with regime.mode = async"),
     ([*ASYNC, ENGINE, "regime.generators=2"], "generators = 2: does not work with rollout.engine; remove one"),
     ([*ASYNC, ENGINE, "regime.swap_within=true"], "swap_within = True: does not work with rollout.engine"),
+    ([*ASYNC, ENGINE, "regime.address=auto"], "address = 'auto': does not work with rollout.engine"),
+    ([*ASYNC, ENGINE, "regime.generator_seconds=5"], "generator_seconds = 5.0: does not work with rollout.engine"),
     ("regime.mode=async", "max_staleness = None: is required with regime.mode = async"),
     ([*ASYNC, "regime.offline=true"], "offline = True: does not work with regime.mode = async"),
     ([*ASYNC, "regime.sync_offset=1"], "sync_offset = 1: does not work with regime.mode = async"),
@@ -376,6 +425,7 @@ CASES = [
     (["experience.record=true", *FOLLOW[1:]], "experience.follow = True: applies only with experience.store; set it"),
     ([STORE, "experience.group_by=prompt"], "group_by = 'prompt': applies only with experience.follow; set it"),
     ([STORE, "experience.deadline_seconds=9"], "deadline_seconds = 9.0: applies only with experience.follow; set it"),
+    ([STORE, "experience.outage_seconds=9"], "outage_seconds = 9.0: applies only with experience.follow; set it"),
     ([*FOLLOW, "regime.max_staleness=1"], "max_staleness = 1: must be at least training.checkpoint_every - 1 = 2"),
     ([*FOLLOW, "experience.replay={max_staleness: 1}"], "experience.replay.max_staleness = 1: must be at least"),
     (
@@ -389,6 +439,33 @@ CASES = [
     (FOLLOW[:2], "rollout.max_context_tokens = None: is required with experience.follow"),
     ([*FOLLOW, "rollout.group_size=1"], "rollout.group_size = 1", "is always 0"),
     # Training and evaluation.
+    ("optimizer.state=new", "optimizer.state = 'new': applies only with model.run; set it, or remove this key"),
+    ("optimizer.schedule={name: cosine}", "schedule.name = 'cosine': is no schedule of optax; takes one of constant_"),
+    (
+        "optimizer.schedule={name: cosine_decay_schedule, alhpa: 1}",
+        "optimizer.schedule.alhpa = 1: is no argument of cosine_decay_schedule, which takes init_value",
+        "did you mean 'alpha'?",
+    ),
+    (
+        "optimizer.schedule={name: cosine_decay_schedule, alpha: low}",
+        "optimizer.schedule.alpha = 'low': takes a float",
+    ),
+    (
+        "optimizer.schedule={name: cosine_decay_schedule, init_value: 0.5}",
+        "optimizer.learning_rate = 0.01: cosine_decay_schedule has its own peak; set only one of the two",
+    ),
+    (
+        ["optimizer.schedule={name: warmup_cosine_decay_schedule, init_value: 0.0}", "optimizer.warmup_steps=2"],
+        "optimizer.warmup_steps = 2: warmup_cosine_decay_schedule has its own warm-up; remove one of them",
+    ),
+    (
+        "optimizer.schedule={name: exponential_decay}",
+        "optimizer.schedule = {'name': 'exponential_decay'}: exponential_decay needs decay_rate too",
+    ),
+    (
+        "optimizer.schedule={name: cosine_decay_schedule, decay_steps: 0}",
+        "optimizer.schedule = {'name': 'cosine_decay_schedule', 'decay_steps': 0}: optax refuses it: ValueError",
+    ),
     ("optimizer.warmup_steps=7", "optimizer.warmup_steps = 7", "must be below training.steps = 7"),
     ("training.micro_batch_prompts=3", "training.micro_batch_prompts = 3", "rollout.prompts_per_step = 4"),
     ("training.updates_per_batch=0", "training.updates_per_batch = 0: takes an integer, 1 or more"),
@@ -470,6 +547,95 @@ def test_refusals_name_key_value_and_remedy(path, overrides, parts):
         load_config(path, [overrides] if isinstance(overrides, str) else overrides)
     for part in parts:
         assert part in str(error.value)
+
+
+def refusal(path, *overrides) -> UserError:
+    """The error of a config of the tiny run with these overrides."""
+    with pytest.raises(UserError) as error:
+        load_config(path, overrides)
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "value", "problem", "remedy"),
+    [
+        (
+            ["rollout.drift.weights=int8", STORE],
+            "rollout.drift",
+            {"weights": "int8", "group": None, "fixed": False, "scale": 1.0, "logprobs": "sampled"},
+            "changes the weights of recjax's own sampler, which this run does not use",
+            "remove it",
+        ),
+        (
+            ["evaluation={temperature: 0, samples: 8}"],
+            "evaluation.samples",
+            8,
+            "applies only with evaluation.temperature above 0 or task.agent",
+            "set one of them, or remove this key",
+        ),
+        (
+            ["task.truncated=penalise"],
+            "override 'task.truncated=penalise': task.truncated",
+            "penalise",
+            "takes train, mask, penalize",
+            "did you mean 'penalize'?",
+        ),
+        (
+            ["seed=${x}"],
+            "override 'seed=${x}': seed",
+            "${x}",
+            "${…} is not replaced",
+            "write the value itself, or \\${ where these characters are meant",
+        ),
+    ],
+)
+def test_a_refusal_has_its_parts(path, overrides, where, value, problem, remedy):
+    error = refusal(path, *overrides)
+    assert (error.where, error.value, error.problem, error.remedy) == (where, value, problem, remedy)
+
+
+def test_a_contradiction_names_the_sources_of_its_keys(path):
+    error = refusal(path, "training.minibatches=3")
+    assert error.where == "training.minibatches"
+    assert f"(rollout.prompts_per_step is from {path}, training.minibatches is from override" in error.problem
+
+
+def test_a_fault_in_a_check_is_no_user_error(path, monkeypatch):
+    def broken(self, config):
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(MeshConfig, "check", broken)
+    with pytest.raises(ValueError, match="^operands could not be broadcast together$") as error:
+        load_config(path)
+    assert not isinstance(error.value, UserError)
+
+
+WORDS = {"Only": "applies only with", "Not": "does not work with", "Required": "is required with", "Must": "must"}
+NOTE = re.compile(r"(Only|Not|Required|Must)(?: with)? (.*?)\.(?= |$)")
+
+
+def noted() -> list[tuple[str, str]]:
+    """A key and the beginning of its refusal, for each relation to other keys that the documentation states."""
+    found = []
+    for key, field in KEYS.items():
+        note = field.json_schema_extra["note"]
+        assert NOTE.sub("", note).strip() == "", f"a note of {key} that no test reads"
+        for kind, conditions in NOTE.findall(note):
+            each = conditions.split(" or ") if kind == "Not" else [conditions]
+            found += [(key, f"{WORDS[kind]} {condition}") for condition in each]
+    return found
+
+
+@pytest.mark.slow
+def test_every_documented_relation_is_in_the_table(path):
+    texts = []
+    for overrides, *_ in CASES:
+        texts.append(str(refusal(path, *([overrides] if isinstance(overrides, str) else overrides))))
+    missing = []
+    for key, problem in noted():
+        if not any(text.startswith(f"{key} = ") and f": {problem}" in text for text in texts):
+            missing.append(f"{key}: {problem}")
+    assert not missing
 
 
 def test_each_value_that_is_refused_has_its_line(path):

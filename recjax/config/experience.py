@@ -1,7 +1,6 @@
 """The config blocks `rollout`, `regime` and `experience`: the completions to train on, and how stale they may be."""
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 
@@ -12,9 +11,10 @@ from recjax.config.fields import (
     ConfigBlock,
     Float,
     Int,
-    Refusal,
     checked,
     key,
+    refuse_with,
+    refuse_without,
     spelled,
     value_of,
 )
@@ -22,11 +22,8 @@ from recjax.errors import UserError
 from recjax.models.sampling import Sampling, TokenRecord
 from recjax.passwords import has_password
 
-_ASYNC = "regime.mode = async"
-_STORE = "experience.store"
-_FOLLOW = "experience.follow"
-_ENGINE = "rollout.engine"
-_LONG = "task.agent or experience.follow"
+if TYPE_CHECKING:
+    from recjax.config.schema import Config
 
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
 DialectName = spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
@@ -61,12 +58,22 @@ class EngineConfig(ConfigBlock):
         """The keys for a plain URL."""
         return {"url": values} if isinstance(values, str) else values
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Modes that need recjax's own engine."""
-        problem = "samples single turns; remove task.agent, or sample with recjax's engine"
-        yield config.task.agent, "rollout.engine.url", problem
-        stored = config.experience and config.experience.store
-        yield stored, "rollout.engine.url", "does nothing with experience.store, whose run samples nothing; remove it"
+    def check(self, config: "Config") -> None:
+        """Refuses runs that only recjax's own engine can sample, and runs that sample nothing."""
+        if config.task.agent:
+            raise UserError(
+                "rollout.engine.url",
+                "samples single turns",
+                "remove task.agent, or sample with recjax's engine",
+                value=self.url,
+            )
+        if config.experience is not None and config.experience.store:
+            raise UserError(
+                "rollout.engine.url",
+                "does nothing with experience.store, whose run samples nothing",
+                "remove it",
+                value=self.url,
+            )
 
 
 class DriftConfig(ConfigBlock):
@@ -88,17 +95,30 @@ class DriftConfig(ConfigBlock):
         " that reports wrong log-probs",
     )
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Runs whose sampler has no weights to change, and records that exact log-probs do not fit."""
-        problem = "changes the weights of recjax's own sampler, which this run does not use; remove it"
-        yield config.rollout.engine or not config.samples_training_data, "rollout.drift", problem
-        is_noise = self.weights == "noise"
-        yield is_noise and self.group, "rollout.drift.group", "is for rounded weights, and noise has none; remove it"
-        yield self.fixed and not is_noise, "rollout.drift.fixed", "is for noise; rounding always errs alike; remove it"
-        is_exact = self.logprobs == "exact"
-        problem = "scores whole completions of one version of the weights; remove {}"
-        for name in ("task.agent", "regime.swap_within", "rollout.recorded_top_k"):
-            yield is_exact and value_of(config, name), "rollout.drift.logprobs", problem.format(name)
+    def check(self, config: "Config") -> None:
+        """Refuses runs whose sampler has no weights to change, and records that exact log-probs do not fit."""
+        if config.rollout.engine is not None or not config.samples_training_data:
+            raise UserError(
+                "rollout.drift",
+                "changes the weights of recjax's own sampler, which this run does not use",
+                "remove it",
+                value=self.model_dump(),
+            )
+        if self.weights == "noise" and self.group is not None:
+            raise UserError(
+                "rollout.drift.group", "is for rounded weights, and noise has none", "remove it", value=self.group
+            )
+        if self.weights != "noise" and self.fixed:
+            raise UserError("rollout.drift.fixed", "is for noise; rounding always errs alike", "remove it", value=True)
+        if self.logprobs == "exact":
+            for name in ("task.agent", "regime.swap_within", "rollout.recorded_top_k"):
+                if value_of(config, name):
+                    raise UserError(
+                        "rollout.drift.logprobs",
+                        "scores whole completions of one version of the weights",
+                        f"remove {name}",
+                        value="exact",
+                    )
 
 
 class RolloutConfig(ConfigBlock):
@@ -110,15 +130,13 @@ class RolloutConfig(ConfigBlock):
     long_prompts: Literal["refuse", "drop"] = key(
         "refuse",
         "Treatment of longer prompts: end with an error, or drop the problems",
-        needs="rollout.max_prompt_tokens",
+        note="Only with rollout.max_prompt_tokens.",
     )
     max_completion_tokens: Int = key(16, "Limit of a completion's tokens; with task.agent, of one reply", ge=1)
     max_context_tokens: Int | None = key(
         None,
         "Limit of an agent's whole conversation in tokens; a followed store's longer rows are skipped",
-        needs=_LONG,
-        required=_LONG,
-        must="be above rollout.max_completion_tokens",
+        note="Only with task.agent or experience.follow. Must be above rollout.max_completion_tokens.",
         ge=2,
     )
     slots: Int | None = key(
@@ -157,6 +175,27 @@ class RolloutConfig(ConfigBlock):
         """The arrays that a sampler records of the distribution of each token."""
         return TokenRecord(self.kept_ids, self.recorded_top_k)
 
+    def check(self, config: "Config") -> None:
+        """Refuses token limits that do not fit each other or the kind of run."""
+        if not self.max_prompt_tokens:
+            refuse_without(config, ["rollout.long_prompts"], "rollout.max_prompt_tokens")
+        context_key = "rollout.max_context_tokens"
+        limit = self.max_context_tokens
+        if not config.has_trajectories:
+            refuse_without(config, [context_key], "task.agent", "experience.follow")
+        elif limit is None:
+            condition = "task.agent" if config.task.agent else "experience.follow"
+            raise UserError(
+                context_key,
+                f"is required with {condition}",
+                "set it to the limit of a whole conversation in tokens",
+                value=limit,
+            )
+        elif limit <= self.max_completion_tokens:
+            raise UserError(
+                context_key, f"must be above rollout.max_completion_tokens = {self.max_completion_tokens}", value=limit
+            )
+
 
 class MixConfig(ConfigBlock):
     """Completions from a store, mixed with completions that the policy samples."""
@@ -165,12 +204,18 @@ class MixConfig(ConfigBlock):
     share: Float = key(0.5, "Share of the store's completions: a whole number of rows or groups", gt=0, lt=1)
     of: Literal["group", "batch"] = key("group", "Mix rows into every group, or whole groups into every batch")
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """A share that is no whole number of rows or groups."""
-        size = "group_size" if self.of == "group" else "prompts_per_step"
-        rows = self.share * (count := getattr(config.rollout, size))
-        problem = f"must be a whole number out of rollout.{size} = {count}"
-        yield abs(rows - round(rows)) >= 1e-6, "experience.mix.share", problem
+    def check(self, config: "Config") -> None:
+        """Refuses a share that is no whole number of rows or groups."""
+        size_key = "rollout.group_size"
+        count = config.rollout.group_size
+        if self.of == "batch":
+            size_key = "rollout.prompts_per_step"
+            count = config.rollout.prompts_per_step
+        rows = self.share * count
+        if abs(rows - round(rows)) >= 1e-6:
+            raise UserError(
+                "experience.mix.share", f"must be a whole number out of {size_key} = {count}", value=self.share
+            )
 
 
 # A round samples a batch if one is due, and trains on a batch if enough groups have all their rewards. After the first
@@ -181,25 +226,33 @@ class LateConfig(ConfigBlock):
     """Rewards that arrive after their completions; recjax samples a delay for every completion, uniformly."""
 
     shortest: Int = key(0, "Shortest delay, in rounds", ge=0)
-    longest: Int = key(0, "Longest delay, in rounds", must="be at least experience.late.shortest", ge=0)
+    longest: Int = key(0, "Longest delay, in rounds", note="Must be at least experience.late.shortest.", ge=0)
     deadline: Int | None = key(
         None,
         "Rounds that a group waits for missing rewards; null: no limit",
-        must="be at least experience.late.shortest",
+        note="Must be at least experience.late.shortest.",
         ge=1,
     )
+
+    def check(self, config: "Config") -> None:
+        """Refuses limits below the shortest delay."""
+        problem = f"must be at least experience.late.shortest = {self.shortest}"
+        if 0 < self.longest < self.shortest:  # 0 is no limit of its own
+            raise UserError("experience.late.longest", problem, value=self.longest)
+        if self.deadline is not None and self.deadline < self.shortest:
+            raise UserError("experience.late.deadline", problem, value=self.deadline)
 
 
 class ReplayConfig(ConfigBlock):
     """A buffer of groups that recjax trains on more than once, and how it samples from the buffer."""
 
-    draw_every: Int = key(1, "The policy samples a batch every Nth round", excludes="experience.follow", ge=1)
+    draw_every: Int = key(1, "The policy samples a batch every Nth round", note="Not with experience.follow.", ge=1)
     capacity: Int = key(512, "Groups that the buffer holds; a new group replaces the oldest", ge=1)
     max_staleness: Int | None = key(None, "Limit of a group's staleness, in optimizer steps; null: no limit", ge=0)
     max_reuse: Int = key(
         4,
         "Number of times that recjax trains on a group, at most",
-        must="be at least experience.replay.draw_every",
+        note="Must be at least experience.replay.draw_every.",
         ge=1,
     )
     half_life: Float | None = key(None, "Optimizer steps after which a group's chance halves; null: never", gt=0)
@@ -208,15 +261,55 @@ class ReplayConfig(ConfigBlock):
         False, "Keep groups from which the algorithm learns nothing, such as those with equal rewards"
     )
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """A buffer that cannot give a batch its groups, and one of a store that does not grow."""
-        sampled = config.sampled_groups
-        problem = f"must hold the {sampled} groups of a batch that come from it"
-        yield self.capacity < sampled, "experience.replay.capacity", problem
+    def check(self, config: "Config") -> None:
+        """Refuses a buffer that this run does not fill, or that cannot give a batch its groups."""
+        experience = config.experience
+        if experience.store and not config.follows:
+            raise UserError(
+                "experience.replay",
+                "does not work with experience.store, except with experience.follow",
+                "remove one of them",
+                value=self.model_dump(),
+            )
+        if config.follows:
+            refuse_with(config, ["experience.replay.draw_every"], "experience.follow")
+        if self.max_reuse < self.draw_every:
+            raise UserError(
+                "experience.replay.max_reuse",
+                f"must be at least experience.replay.draw_every = {self.draw_every}",
+                value=self.max_reuse,
+            )
+        if self.keep_no_signal and experience.refill is not None:
+            raise UserError(
+                "experience.replay.keep_no_signal",
+                "keeps the groups that experience.refill replaces",
+                "remove one of them",
+                value=True,
+            )
+        if self.capacity < config.sampled_groups:
+            raise UserError(
+                "experience.replay.capacity",
+                f"must hold the {config.sampled_groups} groups of a batch that come from it",
+                value=self.capacity,
+            )
+        self._check_staleness(config)
+        compares = config.algorithm.build().baseline == "group" and (config.rollout.group_size > 1 or config.follows)
+        if self.priority != "none" and not compares:
+            raise UserError(
+                "experience.replay.priority",
+                "compares a group's rewards with each other, which this algorithm does not",
+                "use none",
+                value=self.priority,
+            )
+
+    def _check_staleness(self, config: "Config") -> None:
+        """Refuses a limit of staleness that fresh groups exceed before the last update of their batch."""
+        if self.max_staleness is None:
+            return
         updates = config.training.updates
         batches = max(-(-config.training.steps // updates), 1)
-        regime = config.regime
         why = "the staleness of fresh groups in the last update of their batch"
+        regime = config.regime
         # Between two syncs every batch is sampled with the same weights, also the batches in the place of stale ones.
         if regime.offline:
             why += " with regime.offline, whose sampler never gets new weights"
@@ -226,17 +319,10 @@ class ReplayConfig(ConfigBlock):
         else:
             batches = 1
         minimum = batches * updates - 1
-        limit = self.max_staleness
-        problem = f"must be at least {minimum}, {why}"
-        yield limit is not None and limit < minimum, "experience.replay.max_staleness", problem
-        algorithm = config.algorithm.build()
-        compares = algorithm.baseline == "group" and (config.rollout.group_size > 1 or config.follows)
-        problem = "compares a group's rewards with each other, which this algorithm does not; use none"
-        yield self.priority != "none" and not compares, "experience.replay.priority", problem
-        problem = "does not work with experience.store, except with experience.follow; remove one of them"
-        yield config.experience.store and not config.follows, "experience.replay", problem
-        problem = "keeps the groups that experience.refill replaces; remove one of them"
-        yield self.keep_no_signal and config.experience.refill, "experience.replay.keep_no_signal", problem
+        if self.max_staleness < minimum:
+            raise UserError(
+                "experience.replay.max_staleness", f"must be at least {minimum}, {why}", value=self.max_staleness
+            )
 
 
 class RefillConfig(ConfigBlock):
@@ -247,76 +333,116 @@ class RefillConfig(ConfigBlock):
 
     batches: Int = key(10, "Limit of batches for one step; a run that needs more ends with an error", ge=1)
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """An algorithm that needs no replacement of groups."""
-        problem = "replaces no group, because this algorithm also learns from groups with equal rewards; remove it"
-        yield config.algorithm.signal(config.task) == "any", "experience.refill", problem
+    def check(self, config: "Config") -> None:
+        """Refuses an algorithm that needs no replacement of groups."""
+        if config.algorithm.signal(config.task) == "any":
+            raise UserError(
+                "experience.refill",
+                "replaces no group, because this algorithm also learns from groups with equal rewards",
+                "remove it",
+                value=self.model_dump(),
+            )
 
 
 class RegimeConfig(ConfigBlock):
     """Staleness of the sampler's weights."""
 
     sync_interval: Int = key(
-        1, "Batches between two copies of the weights to the sampler", excludes=f"regime.offline or {_STORE}", ge=1
+        1,
+        "Batches between two copies of the weights to the sampler",
+        note="Not with regime.offline or experience.store.",
+        ge=1,
     )
     sync_offset: Int = key(
         0,
         "Batches sampled ahead of the batch being trained on",
-        excludes=f"regime.offline or {_ASYNC} or {_STORE}",
+        note="Not with regime.offline or regime.mode = async or experience.store.",
         ge=0,
     )
     offline: Bool = key(
         False,
         "Every batch comes from the initial policy; the sampler never gets new weights",
-        excludes=f"{_ASYNC} or {_STORE}",
+        note="Not with regime.mode = async or experience.store.",
     )
     mode: Literal["sync", "async"] = key(
-        "sync", "async: processes on Ray, or rollout.engine, sample during the updates", excludes=_STORE
+        "sync",
+        "async: processes on Ray, or rollout.engine, sample during the updates",
+        note="Not with experience.store.",
     )
     max_staleness: Int | None = key(
         None,
         "Limit of the experience's staleness in the last update of a batch, in optimizer steps",
-        needs=f"{_ASYNC} or {_FOLLOW}",
-        required=_ASYNC,
+        note="Only with regime.mode = async or experience.follow. Required with regime.mode = async.",
         ge=0,
     )
-    generators: Int = key(1, "Processes that sample", needs=_ASYNC, excludes=_ENGINE, ge=1, may_change=True)
+    generators: Int = key(
+        1,
+        "Processes that sample",
+        note="Only with regime.mode = async. Not with rollout.engine.",
+        ge=1,
+        may_change=True,
+    )
     swap_within: Bool = key(
         False,
         "Generators take new weights in the middle of completions; false: only between batches",
-        needs=_ASYNC,
-        excludes=_ENGINE,
+        note="Only with regime.mode = async. Not with rollout.engine.",
     )
     address: str | None = key(
         None,
         "Address of a Ray cluster; null: recjax starts Ray on this machine",
-        needs=_ASYNC,
-        excludes=_ENGINE,
+        note="Only with regime.mode = async. Not with rollout.engine.",
         may_change=True,
     )
     generator_seconds: Float = key(
         600.0,
         "Time limit for one batch; recjax restarts a slower generator",
-        needs=_ASYNC,
-        excludes=_ENGINE,
+        note="Only with regime.mode = async. Not with rollout.engine.",
         ge=1,
         may_change=True,
     )
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """A limit of staleness that no batch could keep."""
+    def check(self, config: "Config") -> None:
+        """Refuses settings of processes that do not sample, and a limit of staleness that no batch could keep."""
+        if config.experience is not None and config.experience.store:
+            names = ["regime.sync_interval", "regime.sync_offset", "regime.offline", "regime.mode"]
+            refuse_with(config, names, "experience.store")
+        if self.offline:
+            refuse_with(config, ["regime.sync_interval", "regime.sync_offset"], "regime.offline")
+        if self.mode == "async":
+            refuse_with(config, ["regime.sync_offset", "regime.offline"], "regime.mode = async")
+        process_keys = ["regime.generators", "regime.swap_within", "regime.address", "regime.generator_seconds"]
         if self.mode == "sync":
+            refuse_without(config, process_keys, "regime.mode = async")
+            if not config.follows:
+                refuse_without(config, ["regime.max_staleness"], "regime.mode = async", "experience.follow")
             return
+        if config.rollout.engine is not None:
+            refuse_with(config, process_keys, "rollout.engine")
+        self._check_staleness(config)
+
+    def _check_staleness(self, config: "Config") -> None:
+        """Refuses an asynchronous run without a limit of staleness, or with one that no batch could keep."""
+        staleness_key = "regime.max_staleness"
+        limit = self.max_staleness
+        if limit is None:
+            raise UserError(
+                staleness_key,
+                "is required with regime.mode = async",
+                "set it to the largest staleness that the last update of a batch may have, in optimizer steps",
+                value=limit,
+            )
         batches = self.sync_interval
         why = f"regime.sync_interval = {self.sync_interval}"
-        if replay := config.experience and config.experience.replay:
+        replay = config.experience and config.experience.replay
+        if replay:
             batches += replay.draw_every - 1
             why += f" and experience.replay.draw_every = {replay.draw_every}"
         updates = config.training.updates
+        if updates > 1:
+            why += f" and {updates} updates of each batch"
         minimum = batches * updates - 1
-        why = why + f" and {updates} updates of each batch" * (updates > 1)
-        problem = f"must be at least {minimum}, the staleness due to {why}"
-        yield self.max_staleness < minimum, "regime.max_staleness", problem
+        if limit < minimum:
+            raise UserError(staleness_key, f"must be at least {minimum}, the staleness due to {why}", value=limit)
 
 
 Grouping = spelled(
@@ -330,59 +456,98 @@ class ExperienceConfig(ConfigBlock):
     store: checked(str, has_password) | None = key(
         None, "File or URL of a store that every batch comes from; groups may have any size"
     )
-    mix: MixConfig | None = key(None, excludes="experience.store")
-    late: LateConfig | None = key(None, excludes=_STORE)
+    mix: MixConfig | None = key(None, note="Not with experience.store.")
+    late: LateConfig | None = key(None, note="Not with experience.store.")
     replay: ReplayConfig | None = key(None)
-    refill: RefillConfig | None = key(None, excludes="regime.mode = async or experience.store")
+    refill: RefillConfig | None = key(None, note="Not with regime.mode = async or experience.store.")
     missing_logprobs: MissingLogprobs = key(
         "error",
         "Treatment of stored completions without behavior log-probs. error: refuse them; unneeded: the"
         " algorithm reads none; initial: score with the initial policy; current: score with the trained policy",
-        needs=f"{_STORE} or experience.mix",
+        note="Only with experience.store or experience.mix.",
     )
     regrade: Bool = key(
         False,
         "Grade a store's completions with this run's reward, instead of their own rewards",
-        needs=f"{_STORE} or experience.mix",
+        note="Only with experience.store or experience.mix.",
     )
     record: Bool = key(
-        False, "Keep the completions that the policy samples in experience.db in the run's folder", excludes=_STORE
+        False,
+        "Keep the completions that the policy samples in experience.db in the run's folder",
+        note="Not with experience.store.",
     )
     follow: Bool = key(
-        False, "Train on a store as it grows, on each group once, when all its rewards have arrived", needs=_STORE
+        False,
+        "Train on a store as it grows, on each group once, when all its rewards have arrived",
+        note="Only with experience.store.",
     )
     group_by: Grouping = key(
         "group",
         "The completions that form a group. group: equal group_id in the store; prompt: rollout.group_size completions"
         " of equal prompts; metadata.KEY: rollout.group_size with equal metadata",
-        needs=_FOLLOW,
+        note="Only with experience.follow.",
     )
     deadline_seconds: Float | None = key(
         None,
         "Time after which recjax trains on a group without its missing rewards; null: it waits",
-        needs=_FOLLOW,
+        note="Only with experience.follow.",
         gt=0,
     )
     outage_seconds: Float = key(
-        300.0, "Time that a run waits for a followed store whose database cannot be reached", needs=_FOLLOW, ge=0
+        300.0,
+        "Time that a run waits for a followed store whose database cannot be reached",
+        note="Only with experience.follow.",
+        ge=0,
     )
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """An empty block, and settings that do not work with a followed store."""
+    def check(self, config: "Config") -> None:
+        """Refuses an empty block, and settings that do not work with the source of the data."""
+        stored_keys = ["experience.missing_logprobs", "experience.regrade"]
+        followed_keys = ["experience.group_by", "experience.deadline_seconds", "experience.outage_seconds"]
+        if self.store:
+            names = ["experience.mix", "experience.late", "experience.refill", "experience.record"]
+            refuse_with(config, names, "experience.store")
+        else:
+            refuse_without(config, ["experience.follow"], "experience.store")
+            if self.mix is None:
+                refuse_without(config, stored_keys, "experience.store", "experience.mix")
+        if config.regime.mode == "async":
+            refuse_with(config, ["experience.refill"], "regime.mode = async")
+        if self.regrade and config.task.agent == "environment":
+            raise UserError(
+                "experience.regrade",
+                "does not work with task.agent = environment, which gives the rewards itself",
+                "remove one of them",
+                value=True,
+            )
+        if self.follow:
+            self._check_followed(config)
+        else:
+            refuse_without(config, followed_keys, "experience.follow")
         if not (self.store or self.mix or self.late or self.replay or self.refill or self.record):
             raise UserError(
-                "", "experience: give at least one of store, mix, late, replay, refill and record, or remove it"
+                "experience", "give at least one of store, mix, late, replay, refill and record, or remove it"
             )
-        problem = "does not work with task.agent = environment, which gives the rewards itself; remove one of them"
-        yield self.regrade and config.task.agent == "environment", "experience.regrade", problem
-        if not self.follow:
-            return
-        problem = "does not work with experience.follow: rows arrive after the first step; use current or unneeded"
-        yield self.missing_logprobs == "initial", "experience.missing_logprobs", problem
-        minimum = config.training.checkpoint_every - 1 + config.training.updates - 1
-        more = " plus the other updates of its batch" * (config.training.updates > 1)
-        problem = f"must be at least training.checkpoint_every - 1{more} = {minimum}, as a server that follows the run"
-        problem += " samples with its checkpoints; raise it, or write checkpoints more often"
+
+    def _check_followed(self, config: "Config") -> None:
+        """Refuses what a followed store cannot give, such as completions of newer weights than its checkpoints."""
+        if self.missing_logprobs == "initial":
+            raise UserError(
+                "experience.missing_logprobs",
+                "does not work with experience.follow: rows arrive after the first step",
+                "use current or unneeded",
+                value="initial",
+            )
+        updates = config.training.updates
+        minimum = config.training.checkpoint_every - 1 + updates - 1
+        more = " plus the other updates of its batch" if updates > 1 else ""
         for name in ("regime.max_staleness", "experience.replay.max_staleness"):
             limit = value_of(config, name)
-            yield limit is not None and limit < minimum, name, problem
+            if limit is not None and limit < minimum:
+                raise UserError(
+                    name,
+                    f"must be at least training.checkpoint_every - 1{more} = {minimum}, as a server that follows"
+                    " the run samples with its checkpoints",
+                    "raise it, or write checkpoints more often",
+                    value=limit,
+                )

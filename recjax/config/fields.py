@@ -3,20 +3,22 @@
 import difflib
 import functools
 import math
-import operator
 import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 from pydantic.fields import FieldInfo
 
 from recjax.algorithms.options import did_you_mean
 from recjax.config.yaml_values import read_decimal, read_yaml_file
-from recjax.errors import UserError
+from recjax.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from recjax.config.schema import Config
 
 # Outside this range, scores divided by the temperature are infinite, or all equal.
 LOWEST_TEMPERATURE = 0.01
@@ -37,7 +39,7 @@ def checked(kind: Any, check: Callable[[Any], str | None]) -> Any:
 
     def validate(value: Any) -> Any:
         if problem := check(value):
-            raise UserError("", problem)
+            raise UserError(problem=problem)
         return value
 
     return Annotated[kind, pydantic.AfterValidator(validate)]
@@ -69,14 +71,6 @@ Place = spelled(".*:.*", "takes module:name")  # a user's own function or class
 
 _BOUNDS = {"ge": ", {} or more", "gt": ", above {}", "le": ", at most {}", "lt": ", below {}"}
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
-_RELATIONS = {
-    "be below": operator.lt,
-    "be above": operator.gt,
-    "be at least": operator.ge,
-    "be at most": operator.le,
-    "divide": lambda value, other: other % value == 0,
-    "be an even multiple of": lambda value, other: value % (2 * other) == 0,
-}
 
 
 @functools.cache
@@ -98,10 +92,6 @@ def _hint_from_elsewhere(name: str, value: Any, keys: Iterable[str]) -> str:
     return f"{name} is {ours[0]} here" if ours else ""
 
 
-# A flag that is true for a contradiction, the key to name with its value, and the problem with its remedy.
-Refusal = tuple[Any, str, str]
-
-
 class ConfigBlock(pydantic.BaseModel):
     """A block of keys: frozen, with no other keys, with conversion only from texts to numbers and booleans."""
 
@@ -111,12 +101,12 @@ class ConfigBlock(pydantic.BaseModel):
         """Checks the values.
 
         Raises:
-            ValueError: a line for each wrong value, with its key and a remedy.
+            UserError: a line for each wrong value, with its key and a remedy.
         """
         try:
             super().__init__(**values)
         except pydantic.ValidationError as error:
-            raise UserError("", "\n".join(error_lines(type(self), error, values))) from None
+            raise one_error(user_errors(type(self), error, values)) from None
 
     __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
 
@@ -124,40 +114,37 @@ class ConfigBlock(pydantic.BaseModel):
         """Refuses the change.
 
         Raises:
-            ValueError: the message has the call that makes another config.
+            UserError: the message has the call that makes another config.
         """
         raise UserError(
-            "",
-            f"{name} = {value!r:.80}: a config never changes; make another one, by short names or dotted keys:"
+            name,
+            "a config never changes",
+            "make another one, by short names or dotted keys:"
             " config.replace(steps=80) or config.replace(**{'training.steps': 80})",
+            value=value,
         )
 
-    def refusals(self, config: "recjax.config.Config") -> Iterable[Refusal]:
-        """Contradictions within the block and with other blocks, beyond the rules of `key`."""
-        return ()
+    def check(self, config: "Config") -> None:
+        """Refuses contradictions within the block and with other blocks.
+
+        Raises:
+            UserError: a contradiction, with the key to change.
+        """
 
 
-RULES = ("needs", "excludes", "required", "must")  # relations of a key to other keys
-
-
-def key(default: Any, description: str = "", **rules: Any) -> Any:
+def key(default: Any, description: str = "", note: str = "", may_change: bool = False, **constraints: Any) -> Any:
     """A key of a block.
 
     Args:
         default: the default, or a function that makes it.
-        rules: pydantic's constraints, such as `ge` and `lt`, and relations to other keys. A condition is a key that is
-            set, or `key = value`; `A or B` are two conditions.
-            needs: conditions; one must hold if the key has another value than its default.
-            excludes: conditions; none may hold then.
-            required: conditions with which the key must be set.
-            must: relation to another key's value, if both are set, such as `be at most KEY`; see `_RELATIONS`.
-            may_change: True if a run may resume with another value, because the key, or any key of its block, does not
-                change a training step's numbers, except for the rounding of sums in another order.
+        note: sentences about other keys, for readers of the documentation. The block's `check` has the rules.
+        may_change: True if a run may resume with another value, because the key, or any key of its block, does not
+            change a training step's numbers, except for the rounding of sums in another order.
+        constraints: pydantic's constraints, such as `ge` and `lt`.
     """
     default = {"default_factory": default} if callable(default) else {"default": default}
-    extra = {name: rules.pop(name, "") for name in RULES}
-    extra["may_change"] = rules.pop("may_change", False)
-    return pydantic.Field(**default, description=description, json_schema_extra=extra, **rules)
+    extra = {"note": note, "may_change": may_change}
+    return pydantic.Field(**default, description=description, json_schema_extra=extra, **constraints)
 
 
 def value_of(config: ConfigBlock, name: str) -> Any:
@@ -169,35 +156,39 @@ def value_of(config: ConfigBlock, name: str) -> Any:
     return functools.reduce(inner, name.split("."), config)
 
 
-def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
-    """Contradictions between keys by the rules of `key`."""
+def refuse_without(config: "Config", names: Iterable[str], *conditions: str) -> None:
+    """Refuses each key that does not have its default, because none of the conditions that it needs holds.
 
-    def holds(condition: str) -> bool:
-        name, _, value = condition.partition(" = ")
-        actual = value_of(config, name.removesuffix(" above 0"))
-        return str(actual) == value if value else bool(actual)
+    Args:
+        names: dotted keys.
+        conditions: conditions in words, such as "model.run"; the caller has found that none holds.
+    Raises:
+        UserError: a key with another value than its default.
+    """
+    which = "it" if len(conditions) == 1 else "one of them"
+    problem = f"applies only with {' or '.join(conditions)}"
+    _expect_defaults(config, names, problem, f"set {which}, or remove this key")
 
-    def held(conditions: str) -> list[str]:
-        return [condition for condition in filter(None, conditions.split(" or ")) if holds(condition)]
 
-    for name, field in schema_keys(type(config)).items():
-        block, _, _ = name.rpartition(".")
-        if block and value_of(config, block) is None:
-            continue
-        needs, excludes, required, must = (field.json_schema_extra[rule] for rule in RULES)
+def refuse_with(config: "Config", names: Iterable[str], condition: str) -> None:
+    """Refuses each key that does not have its default, because a condition holds that it does not work with.
+
+    Args:
+        names: dotted keys.
+        condition: the condition in words, such as "model.run"; the caller has found that it holds.
+    Raises:
+        UserError: a key with another value than its default.
+    """
+    _expect_defaults(config, names, f"does not work with {condition}", "remove one of them")
+
+
+def _expect_defaults(config: "Config", names: Iterable[str], problem: str, remedy: str) -> None:
+    for name in names:
         value = value_of(config, name)
-        for condition in held(required):
-            yield value in (None, []), name, f"is required with {condition}; set it: {field.description}"
-        if must and value:  # 0 turns a key off
-            relation, _, limit_key = must.rpartition(" ")
-            limit = value_of(config, limit_key)
-            yield limit is not None and not _RELATIONS[relation](value, limit), name, f"must {must} = {limit}"
-        if value != field.get_default(call_default_factory=True):
-            which = "one of them" if " or " in needs else "it"
-            is_met = not needs or held(needs)
-            yield not is_met, name, f"applies only with {needs}; set {which}, or remove this key"
-            for condition in held(excludes):
-                yield True, name, f"does not work with {condition}; remove one of them"
+        if value != schema_keys(type(config))[name].get_default(call_default_factory=True):
+            if isinstance(value, ConfigBlock):
+                value = value.model_dump()
+            raise UserError(name, problem, remedy, value=value)
 
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:
@@ -250,70 +241,133 @@ def _takes(annotation: Any, limits: str = "") -> str:
     return _WORDS.get(kind, "a mapping") + (limits if kind in (int, float) else "")
 
 
-def error_lines(
+def user_errors(
     block: type[ConfigBlock],
     error: pydantic.ValidationError,
     values: Mapping[str, Any],
     sources: Mapping[str, str] = types.MappingProxyType({}),
     file: str = "",
-) -> Iterator[str]:
-    """One line for each wrong value: its source, the key, the value, the problem and the remedy.
+) -> Iterator[UserError]:
+    """The user's mistakes, one for each wrong value, with the file or override that set it.
 
     Args:
         values: values of the block, by key.
         sources: file or override that set a key, by dotted key.
         file: source of keys that are missing.
+    Raises:
+        ValueError: an error in a check that is no UserError, and so is a fault of recjax.
     """
     keys = schema_keys(block)
     named = set()
     for each in error.errors():
         path = [str(element) for element in each["loc"]]
         kind = each["type"]
+        if kind in ("value_error", "assertion_error") and not isinstance(each["ctx"]["error"], UserError):
+            raise each["ctx"]["error"]
         names = [".".join(path[:end]) for end in range(len(path), 0, -1)]
-        source = next((f"{sources[name]}: " for name in names if name in sources), "")
+        source = next((sources[name] for name in names if name in sources), "")
         name = next((name for name in names if name in keys), "")
-        if kind == "extra_forbidden":
-            elsewhere = _hint_from_elsewhere(names[0], each["input"], keys)
-            is_known = path[-1] in _names_elsewhere() or ".".join(path[-2:]) in _names_elsewhere()
-            if not is_known and difflib.get_close_matches(names[0], keys, n=1, cutoff=0.8):
-                elsewhere = ""  # a misspelling of our own key
-            same_ending = [key_name for key_name in keys if key_name.split(".")[-1] == path[-1]]
-            similar = difflib.get_close_matches(names[0], same_ending or keys, n=1, cutoff=0 if same_ending else 0.6)
-            parent = block_of(keys[name].annotation) if name else block
-            hint = f"did you mean {similar[0]!r}?" if similar else f"keys here: {', '.join(parent.model_fields)}"
-            hint = f"{elsewhere} (docs/coming_from.md)" if elsewhere else hint
-            yield f"{source}unknown key {names[0]!r} (value {each['input']!r:.300}); {hint}"
-        elif kind == "missing":
-            yield f"{file}{name} has no value; set it in the file or as {name}=…"
-        elif not name:  # a contradiction between keys, which its message names
-            message = str(each["ctx"]["error"])
-            mentioned = [key for key in sources if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]\w)", message)]
-            # A block counts where its own keys are not mentioned.
-            mentioned = [key for key in mentioned if not any(other.startswith(f"{key}.") for other in mentioned)]
-            if len({sources[key] for key in mentioned}) > 1:
-                places = ", ".join(f"{key} is from {sources[key]}" for key in mentioned)
-                message += f" ({places}; a mapping adds to the keys before it, and null takes one back)"
-            yield message
+        if kind == "missing":
+            yield UserError(file, f"{name} has no value", f"set it in the file or as {name}=…")
+        elif kind == "extra_forbidden":
+            around = block_of(keys[name].annotation) if name else block
+            yield _in_source(source, _unknown_key(names[0], each["input"], keys, around))
+        elif not name:
+            yield _with_sources(each["ctx"]["error"], sources)
         elif name not in named:  # once for a list with several wrong values
             named.add(name)
-            value = values
-            for element in name.split("."):
-                value = value[element] if isinstance(value, Mapping) else getattr(value, element)
-            is_inner = isinstance(value, Mapping) and names[0] != name
-            accepted = takes(keys[name])
-            if is_inner:  # a value in a key's mapping, or a name in it
-                inner = typing.get_args(keys[name].annotation)[-1]
-                name = names[0]
-                value = each["input"]
-                accepted = "names that are texts" if path[-1] == "[key]" else _takes(inner)
-            finite = ", finite" * (isinstance(value, float) and not math.isfinite(value))
-            digits = ", in decimal digits" * kind.startswith(("int", "float"))
-            quotes = "; put it in quotes, within another pair of quotes on a command line" * kind.startswith("string")
-            if not isinstance(value, bool | int | float | str | list | Mapping | None):
-                quotes = "; give a folder or hub name, from which recjax loads the weights" * (name == "model.path")
-            choices = choices_of(keys[name].annotation) if name in keys else ()
-            problem = f"takes {accepted}{finite}{digits}{quotes}{did_you_mean(value, choices)}"
-            yield f"{source}{name} = {value!r:.300}: {each['ctx']['error'] if kind == 'value_error' else problem}"
+            yield _in_source(source, _wrong_value(name, names[0], values, keys[name], each))
+
+
+def one_error(errors: Iterable[UserError]) -> UserError:
+    """One error with a line for each of the errors; a single error as it is."""
+    first, *others = errors
+    if not others:
+        return first
+    return UserError(problem="\n".join(str(error) for error in [first, *others]))
+
+
+def _in_source(source: str, error: UserError) -> UserError:
+    return error.within(source) if source else error
+
+
+def _unknown_key(name: str, value: Any, keys: Mapping[str, FieldInfo], around: type[ConfigBlock]) -> UserError:
+    """The mistake of a key that the schema lacks, with our key for it or the most similar one.
+
+    Args:
+        keys: all keys of the schema.
+        around: the block that contains the key.
+    """
+    parts = name.split(".")
+    last = parts[-1]
+    elsewhere = _hint_from_elsewhere(name, value, keys)
+    is_known = last in _names_elsewhere() or ".".join(parts[-2:]) in _names_elsewhere()
+    if not is_known and difflib.get_close_matches(name, keys, n=1, cutoff=0.8):
+        elsewhere = ""  # a misspelling of our own key
+    same_ending = [key_name for key_name in keys if key_name.split(".")[-1] == last]
+    similar = difflib.get_close_matches(name, same_ending or keys, n=1, cutoff=0 if same_ending else 0.6)
+    if elsewhere:
+        hint = f"{elsewhere} (docs/coming_from.md)"
+    elif similar:
+        hint = f"did you mean {similar[0]!r}?"
+    else:
+        hint = f"keys here: {', '.join(around.model_fields)}"
+    return UserError("", f"unknown key {name!r} (value {shown(value)})", hint)
+
+
+def _with_sources(error: UserError, sources: Mapping[str, str]) -> UserError:
+    """A contradiction between keys; if different files and overrides set them, its remedy says which did."""
+    message = str(error)
+    mentioned = [key for key in sources if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]\w)", message)]
+    # A block counts where its own keys are not mentioned.
+    mentioned = [key for key in mentioned if not any(other.startswith(f"{key}.") for other in mentioned)]
+    if len({sources[key] for key in mentioned}) <= 1:
+        return error
+    places = ", ".join(f"{key} is from {sources[key]}" for key in mentioned)
+    note = f" ({places}; a mapping adds to the keys before it, and null takes one back)"
+    if error.remedy:
+        return UserError(error.where, error.problem, error.remedy + note, error.value)
+    return UserError(error.where, error.problem + note, value=error.value)
+
+
+def _wrong_value(
+    name: str, path: str, values: Mapping[str, Any], field: FieldInfo, error: Mapping[str, Any]
+) -> UserError:
+    """The mistake of a value that its key does not take.
+
+    Args:
+        name: the key.
+        path: the key, or the place within the mapping or list that is its value.
+        values: values of the block, by key.
+        error: pydantic's.
+    """
+    kind = error["type"]
+    value = values
+    for element in name.split("."):
+        value = value[element] if isinstance(value, Mapping) else getattr(value, element)
+    accepted = takes(field)
+    choices = choices_of(field.annotation)
+    if isinstance(value, Mapping) and path != name:  # a value in a key's mapping, or a name in it
+        accepted = _takes(typing.get_args(field.annotation)[-1])
+        if error["loc"][-1] == "[key]":
+            accepted = "names that are texts"
+        choices = ()
+        name = path
+        value = error["input"]
+    if kind == "value_error":
+        return UserError(name, str(error["ctx"]["error"]), value=value)
+    problem = f"takes {accepted}"
+    if isinstance(value, float) and not math.isfinite(value):
+        problem += ", finite"
+    if kind.startswith(("int", "float")):
+        problem += ", in decimal digits"
+    remedy = did_you_mean(value, choices).removeprefix("; ")
+    if not isinstance(value, bool | int | float | str | list | Mapping | None):
+        if name == "model.path":
+            remedy = "give a folder or hub name, from which recjax loads the weights"
+    elif kind.startswith("string"):
+        remedy = "put it in quotes, within another pair of quotes on a command line"
+    return UserError(name, problem, remedy, value=value)
 
 
 def wrong_with_variables(values: Any) -> str | None:

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from recjax.config.fields import RULES, ConfigBlock, block_of, takes
+from recjax.config.fields import ConfigBlock, block_of, takes
 from recjax.config.schema import Config
 from recjax.config.yaml_values import write_yaml
 
@@ -19,25 +19,27 @@ class Key(NamedTuple):
     meaning: str
 
 
-def sections(
-    block: type[ConfigBlock] = Config, name: str = "", rules: str = ""
-) -> Iterator[tuple[str, str, list[Key]]]:
-    """Name ("" for the whole run), meaning and keys of a block, then of the blocks inside it, in the schema's order."""
+def sections(block: type[ConfigBlock] = Config, name: str = "", note: str = "") -> Iterator[tuple[str, str, list[Key]]]:
+    """Name ("" for the whole run), meaning and keys of a block, then of the blocks inside it, in the schema's order.
+
+    Args:
+        note: sentences about other keys, which follow the block's meaning.
+    """
     keys = []
     nested = []
     for key, field in block.model_fields.items():
-        needs, excludes, required, must = (field.json_schema_extra[rule] for rule in RULES)
-        words = [needs and f" Only with {needs}.", required not in ("", needs) and f" Required with {required}."]
-        words += [excludes and f" Not with {excludes}.", must and f" Must {must}."]
-        related = "".join(filter(None, words))
+        inner_note = field.json_schema_extra["note"]
         if inner := block_of(field.annotation):
-            nested.append((inner, f"{name}{key}.", related))
+            nested.append((inner, f"{name}{key}.", inner_note))
         else:
-            default = field.get_default(call_default_factory=True)
-            default = "–" if field.is_required() else write_yaml(default, flow=True)
-            keys.append(Key(f"{name}{key}", default, takes(field), f"{field.description.rstrip('.')}.{related}"))
+            default = "–"
+            if not field.is_required():
+                default = write_yaml(field.get_default(call_default_factory=True), flow=True)
+            meaning = f"{field.description.rstrip('.')}. {inner_note}".rstrip()
+            keys.append(Key(f"{name}{key}", default, takes(field), meaning))
     if keys:
-        yield name.rstrip("."), inspect.getdoc(block).split("\n\n")[0].replace("\n", " ") + rules, keys
+        meaning = inspect.getdoc(block).split("\n\n")[0].replace("\n", " ")
+        yield name.rstrip("."), f"{meaning} {note}".rstrip(), keys
     for inner in nested:
         yield from sections(*inner)
 

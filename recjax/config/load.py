@@ -7,12 +7,11 @@ from typing import Any
 
 import pydantic
 
-from recjax.algorithms.options import require
-from recjax.config.fields import block_of, error_lines, takes
+from recjax.config.fields import block_of, one_error, takes, user_errors
 from recjax.config.schema import KEYS, SHORT_FORMS, Config, full_name
 from recjax.config.tasks import PASSED, TASKS
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
-from recjax.errors import UserError
+from recjax.errors import UserError, shown
 from recjax.passwords import without_password
 
 
@@ -20,15 +19,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML config; see `make_config`.
 
     Raises:
-        ValueError: an unreadable file, or an error of `make_config`.
+        UserError: an unreadable file, or an error of `make_config`.
     """
     config = make_config(read_yaml_file(path), overrides, str(path))
     if config.task.file and config.task.file.train == PASSED:
         if "train" not in config.task.file.model_fields_set:
-            raise UserError("", f"{path}: task.file.train has no value; set it in the file or as task.file.train=…")
+            raise UserError(str(path), "task.file.train has no value", "set it in the file or as task.file.train=…")
         choices = ", ".join(f"task.{name}" for name in TASKS)
         raise UserError(
-            "", f"{path}: task: give exactly one of {choices}; found none, and only recjax.run takes problems"
+            f"{path}: task", f"give exactly one of {choices}", "found none, and only recjax.run takes problems"
         )
     return config
 
@@ -43,11 +42,11 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
             dotted key or by a name in SHORT_NAMES.
         source: name of the file, for messages.
     Raises:
-        ValueError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
+        UserError: an unknown key, a wrong type, a missing value, or a contradiction; the message names file or
             override, key, value and remedy.
     """
     if not isinstance(values, dict):
-        raise UserError("", f"{source}: the file must hold keys and values; got {values!r:.300}")
+        raise UserError(source, f"the file must hold keys and values; got {shown(values)}")
     merged = {}
     sources = {}
     if isinstance(overrides, Mapping):
@@ -59,8 +58,15 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
     try:
         return Config.model_validate(merged)
     except pydantic.ValidationError as error:
-        lines = error_lines(Config, error, merged, sources, f"{source}: ")
-        raise UserError("", without_password("\n".join(lines))) from None
+        mistake = one_error(user_errors(Config, error, merged, sources, source))
+        where = without_password(mistake.where)
+        value = mistake.value
+        text = shown(value, longest=10**6)
+        if without_password(text) != text:
+            where = f"{where} = {without_password(text)[:300]}"
+            value = ...
+        problem = without_password(mistake.problem)
+        raise UserError(where, problem, without_password(mistake.remedy), value) from None
 
 
 def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], prefix: str = "") -> None:
@@ -69,13 +75,17 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
     An empty mapping as the value of a key that holds one empties it; other mappings are merged key by key.
 
     Raises:
-        ValueError: a text has `${…}`, which other tools replace and recjax does not.
+        UserError: a text has `${…}`, which other tools replace and recjax does not.
     """
 
     def literal(text: str) -> str:
         if re.search(r"(?<!\\)\$\{", text):
-            remedy = "write the value itself, or \\${ where these characters are meant"
-            raise UserError("", f"{source}: {name} = {text!r}: ${{…}} is not replaced; {remedy}")
+            raise UserError(
+                f"{source}: {name}",
+                "${…} is not replaced",
+                "write the value itself, or \\${ where these characters are meant",
+                value=text,
+            )
         return text.replace("\\${", "${")
 
     for key, value in layer.items():
@@ -86,12 +96,12 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
             old = merged.get(key)
             # A mapping with a name, such as another schedule, replaces a short form.
             if old is not None and not isinstance(old, dict) and "name" not in value:
-                has_short_form = isinstance(old, str) and name in SHORT_FORMS
-                require(has_short_form, f"{earlier}: {name}", old, "takes keys and values")
+                if not isinstance(old, str) or name not in SHORT_FORMS:
+                    raise UserError(f"{earlier}: {name}", "takes keys and values", value=old)
                 try:
                     old = SHORT_FORMS[name](old)
-                except ValueError as error:
-                    raise UserError("", f"{earlier}: {name} = {old!r:.300}: {error}") from error
+                except UserError as error:
+                    raise UserError(f"{earlier}: {name}", str(error), value=old) from error
                 sources |= {f"{name}.{inner}": earlier for inner in old}
             merged[key] = old if isinstance(old, dict) else {}
             _merge(merged[key], value, source, sources, f"{name}.")
@@ -111,15 +121,16 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 def _parse_override(text: str) -> dict:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-        raise UserError("", f"override {text!r} is not of the form key=value, such as optimizer.learning_rate=1e-6")
+        form = "key=value, such as optimizer.learning_rate=1e-6"
+        raise UserError("", f"override {text!r} is not of the form {form}")
     accepted = takes(KEYS[key]) if key in KEYS else ""
     is_text = accepted.startswith("text")
     is_yaml = accepted.startswith(("a list", "a mapping", "some of"))
     try:
         value.encode()  # an argument that is not UTF-8
         parsed = read_override(value, takes_text=is_text, takes_yaml=is_yaml)
-    except ValueError as error:
-        raise UserError("", f"override {text!r}: the value is not valid YAML ({error})") from error
+    except (UnicodeEncodeError, UserError) as error:
+        raise UserError(f"override {text!r}", f"the value is not valid YAML ({error})") from error
     return _in_blocks(key, parsed)
 
 
@@ -142,7 +153,7 @@ def stored_values(path: str | Path) -> Any:
     """The values in a file that `to_yaml` wrote.
 
     Raises:
-        ValueError: the file cannot be read.
+        UserError: the file cannot be read.
     """
     return _with_texts(read_yaml_file(path), lambda text: text.replace("\\${", "${"))
 

@@ -3,13 +3,25 @@
 import contextlib
 import datetime
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
-from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
+from recjax.config.fields import (
+    Bool,
+    ConfigBlock,
+    Float,
+    Int,
+    checked,
+    key,
+    refuse_with,
+    refuse_without,
+    wrong_with_variables,
+)
 from recjax.errors import UserError
+
+if TYPE_CHECKING:
+    from recjax.config.schema import Config
 
 POLICY = "policy"  # the policy as a teacher, and as the player of a seat
 Projection = Literal[
@@ -51,27 +63,32 @@ Remat = Literal["none", "attention", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "cudnn_lengths", "splash"]
 
 
-_SHOWN = "warm_start.demonstrations"
-
-
 class DecoderShape(ConfigBlock):
     """A decoder made from scratch, with a tokenizer of the task's own characters."""
 
     hidden_size: Int = key(
-        64, "Width of the residual stream", must="be an even multiple of model.decoder.num_heads", ge=2
+        64, "Width of the residual stream", note="Must be an even multiple of model.decoder.num_heads.", ge=2
     )
     num_layers: Int = key(3, "Transformer blocks", ge=1)
     num_heads: Int = key(4, "Attention heads", ge=1)
     num_kv_heads: Int = key(
         4,
         "Heads of keys and values; fewer than num_heads: grouped-query attention",
-        must="divide model.decoder.num_heads",
+        note="Must divide model.decoder.num_heads.",
         ge=1,
     )
     intermediate_size: Int = key(256, "Width of the MLP", ge=1)
     characters: str | None = key(
         None, "Alphabet of the tokenizer, in the order of its ids; null: the task's characters"
     )
+
+    def check(self, config: "Config") -> None:
+        """Refuses sizes that the heads cannot share."""
+        heads = f"model.decoder.num_heads = {self.num_heads}"
+        if self.hidden_size % (2 * self.num_heads):
+            raise UserError("model.decoder.hidden_size", f"must be an even multiple of {heads}", value=self.hidden_size)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError("model.decoder.num_kv_heads", f"must divide {heads}", value=self.num_kv_heads)
 
 
 class LoraConfig(ConfigBlock):
@@ -95,7 +112,7 @@ class ModelConfig(ConfigBlock):
         None,
         "Run to continue in a new folder, with its model, weights and optimizer state: its folder (newest checkpoint),"
         " or checkpoints/STEP or checkpoints/best in it (by training.keep_best or evaluation/accuracy)",
-        excludes="warm_start",
+        note="Not with warm_start.",
     )
     reference: str | None = key(
         None,
@@ -110,7 +127,7 @@ class ModelConfig(ConfigBlock):
     chat_template_kwargs: checked(dict[str, Any], wrong_with_variables) = key(
         dict,
         "Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own win",
-        excludes="model.decoder",
+        note="Not with model.decoder.",
     )
     teacher: str | None = key(
         None,
@@ -122,7 +139,7 @@ class ModelConfig(ConfigBlock):
         1.0,
         "Share of the trained weights that enters the teacher's weights after each step; 1: the teacher has the current"
         " weights, 0: those before this run's first step, between: their moving average, which model.run continues",
-        needs="model.teacher = policy",
+        note="Only with model.teacher = policy.",
         ge=0,
         le=1,
     )
@@ -150,13 +167,13 @@ class ModelConfig(ConfigBlock):
     adapter: str | None = key(
         None,
         "PEFT adapter (folder or hub name) to start from; sets model.lora and a null model.path",
-        excludes="model.decoder or model.run",
+        note="Not with model.decoder or model.run.",
     )
     merge_adapter: Bool = key(
-        False, "Add the adapter to the weights; model.lora then means new adapters", needs="model.adapter"
+        False, "Add the adapter to the weights; model.lora then means new adapters", note="Only with model.adapter."
     )
     freeze: list[str] = key(
-        list, "Regular expressions of the parameter paths that recjax does not train", excludes="model.lora"
+        list, "Regular expressions of the parameter paths that recjax does not train", note="Not with model.lora."
     )
     logprob_chunk: Int = key(
         1024, "Token positions whose vocabulary logits a device holds together", ge=1, may_change=True
@@ -168,7 +185,7 @@ class ModelConfig(ConfigBlock):
         with contextlib.suppress(ValueError):
             if text is None or datetime.date.fromisoformat(text).isoformat() == text:
                 return text
-        raise UserError("", "takes a day as YYYY-MM-DD, such as 2026-11-26")
+        raise UserError(problem="takes a day as YYYY-MM-DD, such as 2026-11-26")
 
     @pydantic.field_validator("freeze")
     @classmethod
@@ -178,7 +195,7 @@ class ModelConfig(ConfigBlock):
                 re.compile(pattern)
             except re.error as error:
                 raise UserError(
-                    "", f"{pattern!r} is not a regular expression ({error}); correct the pattern"
+                    problem=f"{pattern!r} is not a regular expression ({error})", remedy="correct the pattern"
                 ) from error
         return patterns
 
@@ -187,14 +204,32 @@ class ModelConfig(ConfigBlock):
         """`teacher_rate` if the teacher has an average of the policy's weights; None for all other teachers."""
         return self.teacher_rate if self.teacher == POLICY and self.teacher_rate < 1 else None
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """A continued adapter with settings that train the base."""
-        continued = self.adapter is not None and not self.merge_adapter
-        answers = config.warm_start is not None
-        answers = answers and not config.demonstrations
-        problem = "trains the adapter only; set model.merge_adapter=true to train the base too, or remove "
-        yield continued and bool(self.freeze), "model.adapter", f"{problem}model.freeze"
-        yield continued and answers, "model.adapter", f"{problem}warm_start"
+    def check(self, config: "Config") -> None:
+        """Refuses several models, or none, and settings of a model or training that this run does not have."""
+        chosen = [f"model.{name}" for name in ("path", "decoder") if getattr(self, name) is not None]
+        # The config.yaml of a run keeps the model of the run that it continues; an adapter names its base.
+        if len(chosen) != 1 and (chosen or not (self.run or self.adapter)):
+            found = " and ".join(chosen) or "none"
+            raise UserError("model", "give exactly one of model.path, model.decoder", f"found {found}")
+        if config.warm_start is not None:
+            refuse_with(config, ["model.run"], "warm_start")
+        if self.decoder is not None:
+            refuse_with(config, ["model.chat_template_kwargs", "model.adapter"], "model.decoder")
+        if self.run:
+            refuse_with(config, ["model.adapter"], "model.run")
+        if self.teacher != POLICY:
+            refuse_without(config, ["model.teacher_rate"], "model.teacher = policy")
+        if not self.adapter:
+            refuse_without(config, ["model.merge_adapter"], "model.adapter")
+        if self.lora is not None:
+            refuse_with(config, ["model.freeze"], "model.lora")
+        if self.adapter is not None and not self.merge_adapter:
+            problem = "trains the adapter only"
+            remedy = "set model.merge_adapter=true to train the base too, or remove "
+            if self.freeze:
+                raise UserError("model.adapter", problem, f"{remedy}model.freeze", value=self.adapter)
+            if config.warm_start is not None and not config.demonstrations:
+                raise UserError("model.adapter", problem, f"{remedy}warm_start", value=self.adapter)
 
 
 class WarmStartConfig(ConfigBlock):
@@ -203,32 +238,61 @@ class WarmStartConfig(ConfigBlock):
     steps: Int = key(400, "Optimizer steps", ge=1)
     batch_size: Int = key(128, "Answers or demonstrations in each step", ge=1)
     learning_rate: Float = key(2e-3, "Peak learning rate of Adam; set it for demonstrations", ge=0, le=1)
-    wrong_fraction: Float = key(0.5, "Share of the answers that hold a mistake", excludes=_SHOWN, ge=0, le=1)
-    right_first: Float = key(0.0, "Share of the steps before the first mistakes", excludes=_SHOWN, ge=0, le=1)
+    wrong_fraction: Float = key(
+        0.5, "Share of the answers that hold a mistake", note="Not with warm_start.demonstrations.", ge=0, le=1
+    )
+    right_first: Float = key(
+        0.0, "Share of the steps before the first mistakes", note="Not with warm_start.demonstrations.", ge=0, le=1
+    )
     demonstrations: str | None = key(
         None,
         "Chats in a column `messages`, in files as for task.file.train; recjax trains on the assistant's turns",
-        needs="model.path",
+        note="Only with model.path.",
     )
     held_out: str | None = key(
         None,
         "Chats for the held-out loss; null: recjax holds out a tenth of the demonstrations, at most 256",
-        needs=_SHOWN,
+        note="Only with warm_start.demonstrations.",
     )
     max_tokens: Int | None = key(
-        None, "Limit of a demonstration's tokens; recjax skips longer ones; null: no limit", needs=_SHOWN, ge=2
+        None,
+        "Limit of a demonstration's tokens; recjax skips longer ones; null: no limit",
+        note="Only with warm_start.demonstrations.",
+        ge=2,
     )
-    every: Int = key(50, "Steps between held-out losses, and between states to resume from", needs=_SHOWN, ge=1)
+    every: Int = key(
+        50,
+        "Steps between held-out losses, and between states to resume from",
+        note="Only with warm_start.demonstrations.",
+        ge=1,
+    )
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Demonstrations without a learning rate of their own, and log-probs of a policy before them."""
-        has_demonstrations = self.demonstrations is not None
-        experience = config.experience
-        problem = "is for small decoders; set it for demonstrations: about 1e-5 for all weights, 1e-4 for model.lora"
-        yield has_demonstrations and "learning_rate" not in self.model_fields_set, "warm_start.learning_rate", problem
-        problem = "does not work with warm_start.demonstrations; use current, or export the warm-started model first"
-        initial = experience is not None and experience.missing_logprobs == "initial"
-        yield has_demonstrations and initial, "experience.missing_logprobs", problem
+    def check(self, config: "Config") -> None:
+        """Refuses settings without effect, and demonstrations that lack a learning rate or a policy before them."""
+        if self.demonstrations:
+            names = ["warm_start.wrong_fraction", "warm_start.right_first"]
+            refuse_with(config, names, "warm_start.demonstrations")
+        else:
+            names = ["warm_start.held_out", "warm_start.max_tokens", "warm_start.every"]
+            refuse_without(config, names, "warm_start.demonstrations")
+        if not config.model.path:
+            refuse_without(config, ["warm_start.demonstrations"], "model.path")
+        if self.demonstrations is None:
+            return
+        if "learning_rate" not in self.model_fields_set:
+            raise UserError(
+                "warm_start.learning_rate",
+                "is for small decoders",
+                "set it for demonstrations: about 1e-5 for all weights, 1e-4 for model.lora",
+                value=self.learning_rate,
+            )
+        if config.experience is not None and config.experience.missing_logprobs == "initial":
+            raise UserError(
+                "experience.missing_logprobs",
+                "does not work with warm_start.demonstrations",
+                "use current, or export the warm-started model first",
+                value="initial",
+            )
 
 
 Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
@@ -250,8 +314,13 @@ class MeshConfig(ConfigBlock):
             return values | {"data": 1}
         return values
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """More than one -1."""
+    def check(self, config: "Config") -> None:
+        """Refuses more than one -1."""
         open_axes = [f"mesh.{name}" for name, size in vars(self).items() if size == -1]
-        problem = f"only one of {' and '.join(open_axes)} can be -1 and take the remaining devices; set the other"
-        yield len(open_axes) > 1, open_axes[0] if open_axes else "mesh", problem
+        if len(open_axes) > 1:
+            raise UserError(
+                open_axes[0],
+                f"only one of {' and '.join(open_axes)} can be -1 and take the remaining devices",
+                "set the other",
+                value=-1,
+            )

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from recjax.algorithms.options import described, did_you_mean, require, user_function
+from recjax.errors import UserError
 
 ADAMW = "adamw"
 NAME = "optimizer.name"
@@ -39,7 +40,7 @@ def optimizer_function(name: str) -> Callable[..., Any]:
     Args:
         name: name of an optimizer of optax or optax.contrib, or the user's own module:function.
     Raises:
-        ValueError: no such function, or one that takes no `learning_rate`.
+        UserError: no such function, or one that takes no `learning_rate`.
     """
     if ":" in name:
         function = user_function(NAME, name)
@@ -74,7 +75,7 @@ def checked_options(name: str, function: Callable[..., Any], options: Mapping[st
     """Returns the options as hashable values; integers become floats where the default is a float.
 
     Raises:
-        ValueError: an option that the function does not take or that another key sets, a required option without a
+        UserError: an option that the function does not take or that another key sets, a required option without a
             value, or a value of another type.
     """
     parameters = _parameters(function)
@@ -85,7 +86,7 @@ def checked_options(name: str, function: Callable[..., Any], options: Mapping[st
     for option, value in options.items():
         place = f"optimizer.options.{option}"
         if option in elsewhere and option in parameters:
-            raise ValueError(f"{place} = {value!r}: {elsewhere[option]}")
+            raise UserError(place, elsewhere[option], value=value)
         remedy = f"is no option of {name}, which takes {', '.join(accepted)}{did_you_mean(option, accepted)}"
         require(takes_any or option in accepted, place, value, remedy)
         default = parameters[option].default if option in parameters else None
@@ -94,7 +95,7 @@ def checked_options(name: str, function: Callable[..., Any], options: Mapping[st
         parameter = parameters[option]
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and option not in values and not is_variadic:
-            raise ValueError(f"optimizer.options.{option}: {name} requires a value; set it")
+            raise UserError(f"optimizer.options.{option}", f"{name} requires a value", "set it")
     return values
 
 
@@ -142,7 +143,7 @@ def check_optimizer(name: str, build: Callable[[Any], "optax.GradientTransformat
         name: name of the optimizer, for errors.
         build: function from a learning rate to the optimizer.
     Raises:
-        ValueError: the update fails, or returns other shapes or types, or no checkpoint can hold the state.
+        UserError: the update fails, or returns other shapes or types, or no checkpoint can hold the state.
     """
     import jax
     import jax.numpy as jnp
@@ -166,7 +167,8 @@ def check_optimizer(name: str, build: Callable[[Any], "optax.GradientTransformat
     try:
         params, state, updates, new_state = jax.eval_shape(first_update, rate, params)
     except Exception as error:
-        raise ValueError(f"{NAME} = {name!r}: a first update fails: {described(error, first_line=True)}") from error
+        problem = f"a first update fails: {described(error, first_line=True)}"
+        raise UserError(NAME, problem, value=name) from error
     remedy = "returns updates of other shapes or types than the parameters'"
     require(_described_alike(updates, params), NAME, name, remedy)
     require(_described_alike(new_state, state), NAME, name, "changes the shapes or types of its state in an update")

@@ -4,13 +4,13 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import pydantic
 
-from recjax.algorithms.options import checked_value, described, did_you_mean, require
+from recjax.algorithms.options import checked_value, described, did_you_mean
 from recjax.algorithms.reading import RESCORED, names_read
 from recjax.config.experience import EngineConfig, ExperienceConfig, RegimeConfig, RolloutConfig
 from recjax.config.fields import (
@@ -21,10 +21,10 @@ from recjax.config.fields import (
     Float,
     Int,
     Number,
-    Refusal,
-    broken_rules,
     checked,
     key,
+    refuse_with,
+    refuse_without,
     schema_keys,
     value_of,
 )
@@ -37,9 +37,14 @@ from recjax.config.optimizers import (
     optimizer_function,
     takes_weight_decay,
 )
-from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
+from recjax.config.tasks import GradingConfig, TaskConfig, named_task
 from recjax.errors import UserError
 from recjax.models.sampling import Sampling
+
+if TYPE_CHECKING:
+    import optax
+
+    from recjax.algorithms.algorithm import Algorithm
 
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
 
@@ -87,7 +92,9 @@ class AlgorithmConfig(ConfigBlock):
         if callable(function):
             name = f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else "<object>"
             if "<" in name or name.startswith("__main__:"):
-                raise UserError("", "a config takes functions by name: define it in a module and give module:function")
+                raise UserError(
+                    problem="a config takes functions by name", remedy="define it in a module and give module:function"
+                )
             return {**block, "name": name}
         return block if isinstance(value, str) else value
 
@@ -123,64 +130,130 @@ class AlgorithmConfig(ConfigBlock):
             return "difference" if algorithm.needs_teacher else "any"
         return {"group": "difference", "zero": "reward"}[algorithm.baseline]
 
-    def refusals(self, config: "Config") -> Iterator[Refusal]:
-        """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
+    def check(self, config: "Config") -> None:
+        """Refuses an algorithm that cannot be built, and contradictions between the algorithm and other blocks."""
         algorithm = self.build()
+        self._check_teacher(algorithm, config)
+        if config.model.reference and not algorithm.needs_reference:
+            raise UserError(
+                "model.reference",
+                "does not apply while algorithm.reference_kl.coefficient is 0",
+                "set that, or remove this key",
+                value=config.model.reference,
+            )
+        if algorithm.score_centering is not None and not config.rollout.recorded_top_k:
+            self._refuse(
+                "score_centering",
+                "reads the sampler's most likely tokens, which are not recorded",
+                "set rollout.recorded_top_k=128",
+            )
+        self._check_rewards(algorithm, config)
+        self._check_trajectories(algorithm, config)
+        self._check_sizes(algorithm, config)
+
+    def _check_teacher(self, algorithm: "Algorithm", config: "Config") -> None:
+        """Refuses a teacher that nothing reads or that teaches nothing, and terms that lack their teacher."""
         teacher = config.model.teacher
-        advantage_key = "algorithm.advantage" if self.advantage else "algorithm.preset"
-        problem = "does not apply while algorithm.distillation and algorithm.teacher_divergence are off; set the"
-        problem += " coefficient of one, or remove this key"
-        yield teacher and not algorithm.needs_teacher, "model.teacher", problem
-        problem = "needs a teacher: set model.teacher to the folder or hub name of a model with the policy's tokenizer"
-        axis = "distillation" if algorithm.distillation is not None else "teacher_divergence"
-        yield algorithm.needs_teacher and not teacher, f"algorithm.{axis}", problem
-        problem = "has the weights and prompts of the policy, which learns nothing from it; set"
-        problem += " task.teacher_template, or model.teacher_rate below 1"
-        is_equal = teacher == POLICY and config.model.teacher_rate == 1 and not config.task.teacher_template
-        yield is_equal, "model.teacher", problem
-        problem = "needs an agent's observations, which completions of a single turn lack; set task.agent or"
-        problem += " experience.follow, or remove it"
-        axis = "observations" if self.observations else "preset"
-        yield algorithm.observations and not config.has_trajectories, f"algorithm.{axis}", problem
-        problem = "reads the sampler's most likely tokens, which are not recorded; set rollout.recorded_top_k=128"
-        centers = algorithm.score_centering is not None
-        axis = "score_centering" if self.score_centering else "preset"
-        yield centers and not config.rollout.recorded_top_k, f"algorithm.{axis}", problem
-        problem = "does not apply while algorithm.reference_kl.coefficient is 0; set that, or remove this key"
-        yield config.model.reference and not algorithm.needs_reference, "model.reference", problem
-        of_turns = algorithm.reads("turn_rewards", "token_turns")
-        penalizes = config.task.truncated == "penalize"
-        problem = "replaces rewards, but this algorithm's advantage reads {}; use train or mask"
-        yield penalizes and algorithm.reads("reward_parts"), "task.truncated", problem.format("the rewards' parts")
-        yield penalizes and of_turns, "task.truncated", problem.format("the rewards of turns")
-        problem = "has no effect, because this algorithm's advantage reads the rewards' parts, which a failed agent has"
-        problem += " not; remove it, or use another advantage"
-        penalizes_failures = config.task.agent_failure_reward is not None
-        yield penalizes_failures and algorithm.reads("reward_parts"), "task.agent_failure_reward", problem
-        problem = "reads the rewards' parts, whose weights differ between tasks of task.mixture; use another advantage"
-        yield config.task.mixture and algorithm.reads("reward_parts"), advantage_key, problem
-        stores = config.experience and (config.experience.store or config.experience.mix)
-        problem = "reads the turns of agents; set task.agent or experience.store, or use another advantage"
-        yield of_turns and not (config.task.agent or stores), advantage_key, problem
+        if teacher and not algorithm.needs_teacher:
+            raise UserError(
+                "model.teacher",
+                "does not apply while algorithm.distillation and algorithm.teacher_divergence are off",
+                "set the coefficient of one, or remove this key",
+                value=teacher,
+            )
+        if algorithm.needs_teacher and not teacher:
+            axis = "teacher_divergence" if algorithm.distillation is None else "distillation"
+            raise UserError(
+                f"algorithm.{axis}",
+                "needs a teacher",
+                "set model.teacher to the folder or hub name of a model with the policy's tokenizer",
+                value=getattr(self, axis),
+            )
+        if teacher == POLICY and config.model.teacher_rate == 1 and not config.task.teacher_template:
+            raise UserError(
+                "model.teacher",
+                "has the weights and prompts of the policy, which learns nothing from it",
+                "set task.teacher_template, or model.teacher_rate below 1",
+                value=teacher,
+            )
+
+    def _check_rewards(self, algorithm: "Algorithm", config: "Config") -> None:
+        """Refuses rewards that the algorithm's advantage cannot read."""
+        reads_parts = algorithm.reads("reward_parts")
+        reads_turns = algorithm.reads("turn_rewards", "token_turns")
+        if config.task.truncated == "penalize" and (reads_parts or reads_turns):
+            which = "the rewards' parts" if reads_parts else "the rewards of turns"
+            raise UserError(
+                "task.truncated",
+                f"replaces rewards, but this algorithm's advantage reads {which}",
+                "use train or mask",
+                value="penalize",
+            )
+        if reads_parts and config.task.agent_failure_reward is not None:
+            raise UserError(
+                "task.agent_failure_reward",
+                "has no effect, because this algorithm's advantage reads the rewards' parts, which a failed agent"
+                " has not",
+                "remove it, or use another advantage",
+                value=config.task.agent_failure_reward,
+            )
+        if reads_parts and config.task.mixture:
+            self._refuse(
+                "advantage",
+                "reads the rewards' parts, whose weights differ between tasks of task.mixture",
+                "use another advantage",
+            )
+        experience = config.experience
+        has_stored = experience is not None and (experience.store or experience.mix)
+        if reads_turns and not config.task.agent and not has_stored:
+            self._refuse(
+                "advantage", "reads the turns of agents", "set task.agent or experience.store, or use another advantage"
+            )
+
+    def _check_trajectories(self, algorithm: "Algorithm", config: "Config") -> None:
+        """Refuses terms and advantages that the kind of the run's completions does not allow."""
+        if not config.has_trajectories:
+            if algorithm.observations is not None:
+                self._refuse(
+                    "observations",
+                    "needs an agent's observations, which completions of a single turn lack",
+                    "set task.agent or experience.follow, or remove it",
+                )
+        elif problem := self.problem_with_trajectories():
+            self._refuse("advantage", problem)
+
+    def _check_sizes(self, algorithm: "Algorithm", config: "Config") -> None:
+        """Refuses groups and batches of one completion whose advantage is always 0."""
+        rollout = config.rollout
+        if config.experience is not None and config.experience.store and not config.follows:
+            return  # its groups may have any size
         axes = self.resolved()
-        stored = config.experience and config.experience.store and not config.follows
-        always_zero = config.rollout.group_size == 1 and not stored and self.ignores_singletons()
         name = axes.get("advantage", axes["objective"])["name"]
+        if rollout.group_size == 1 and self.ignores_singletons():
+            raise UserError(
+                "rollout.group_size",
+                f"{name} is always 0 for a group's only completion",
+                "raise it, or set algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has it",
+                value=1,
+            )
         is_users = ":" in name
-        problem = f"{name} is always 0 for a group's only completion;"
-        problem += (
-            " raise it, or set algorithm.advantage={name: raw_reward}, or singleton: reward if the advantage has it"
-        )
-        yield always_zero, "rollout.group_size", problem
-        is_alone = config.rollout.prompts_per_step * config.rollout.group_size == 1 and not stored
-        is_zero = algorithm.baseline == "batch" and not is_users
-        problem = f"{name} is always 0 for a batch's only completion; raise it"
-        yield is_alone and is_zero, "rollout.prompts_per_step", problem
-        problem = "names {better}, which a prompt's only completion never has; raise rollout.group_size"
-        better = "{better}" in (config.task.teacher_template or "")
-        yield better and config.rollout.group_size == 1 and not stored, "task.teacher_template", problem
-        problem = self.problem_with_trajectories()
-        yield config.has_trajectories and problem, advantage_key, problem
+        if rollout.prompts_per_step * rollout.group_size == 1 and algorithm.baseline == "batch" and not is_users:
+            raise UserError(
+                "rollout.prompts_per_step", f"{name} is always 0 for a batch's only completion", "raise it", value=1
+            )
+        template = config.task.teacher_template
+        if rollout.group_size == 1 and "{better}" in (template or ""):
+            raise UserError(
+                "task.teacher_template",
+                "names {better}, which a prompt's only completion never has",
+                "raise rollout.group_size",
+                value=template,
+            )
+
+    def _refuse(self, axis: str, problem: str, remedy: str = "") -> NoReturn:
+        """Refuses an axis, or the preset if the preset sets the axis."""
+        name = axis if getattr(self, axis) else "preset"
+        raise UserError(f"algorithm.{name}", problem, remedy, value=getattr(self, name))
 
     def problem_with_trajectories(self) -> str:
         """The reason why the algorithm cannot train on agents' trajectories; empty if it can."""
@@ -191,14 +264,14 @@ class AlgorithmConfig(ConfigBlock):
             return ""
         return "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
 
-    def build(self) -> "recjax.algorithms.losses.Algorithm":
+    def build(self) -> "Algorithm":
         """The algorithm; see `presets.build_algorithm`."""
         from recjax.algorithms import presets  # imported here, so that grading workers start without JAX
 
         try:
             return presets.build_algorithm(self.preset, self.overrides())
         except ValueError as error:
-            raise UserError("", f"algorithm.{error}") from error
+            raise UserError(problem=f"algorithm.{error}") from error
 
 
 _SCHEDULES = {
@@ -208,7 +281,7 @@ _SCHEDULES = {
 }
 
 
-_IS_ADAMW = f"optimizer.name = {ADAMW}"
+_NOTE_ADAMW = f"Only with optimizer.name = {ADAMW}."
 
 
 class OptimizerConfig(ConfigBlock):
@@ -230,49 +303,67 @@ class OptimizerConfig(ConfigBlock):
         " is optimizer.learning_rate and its length the steps after the warm-up",
     )
     warmup_steps: Int = key(
-        0, "Optimizer steps in which the learning rate rises from zero", must="be below training.steps", ge=0
+        0, "Optimizer steps in which the learning rate rises from zero", note="Must be below training.steps.", ge=0
     )
     clip_norm: Number = key(1.0, "Limit of the gradients' global norm; .inf: no clipping", gt=0, le=math.inf)
     weight_decay: Float = key(
         0.0, "Argument weight_decay of the optimizer's function; decoupled from the gradient in AdamW", ge=0, le=1
     )
-    beta1: Float = key(0.9, "Decay of the gradients' mean", needs=_IS_ADAMW, ge=0, lt=1)
-    beta2: Float = key(0.999, "Decay of the squared gradients' mean", needs=_IS_ADAMW, ge=0, lt=1)
-    epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", needs=_IS_ADAMW, gt=0, le=1)
+    beta1: Float = key(0.9, "Decay of the gradients' mean", note=_NOTE_ADAMW, ge=0, lt=1)
+    beta2: Float = key(0.999, "Decay of the squared gradients' mean", note=_NOTE_ADAMW, ge=0, lt=1)
+    epsilon: Float = key(
+        1e-8, "Added to the square root of the squared gradients' mean", note=_NOTE_ADAMW, gt=0, le=1
+    )
     state: Literal["run", "new"] = key(
-        "run", "Optimizer state before the first step with model.run: that run's state, or a new one", needs="model.run"
+        "run",
+        "Optimizer state before the first step with model.run: that run's state, or a new one",
+        note="Only with model.run.",
     )
 
-    def refusals(self, config: "Config") -> Iterator[Refusal]:
-        """An optimizer or a schedule that cannot be built."""
+    def check(self, config: "Config") -> None:
+        """Refuses a warm-up longer than the run, a state without its run, and what cannot be built."""
+        steps = config.training.steps
+        if self.warmup_steps and self.warmup_steps >= steps:
+            raise UserError(
+                "optimizer.warmup_steps", f"must be below training.steps = {steps}", value=self.warmup_steps
+            )
+        if not config.model.run:
+            refuse_without(config, ["optimizer.state"], "model.run")
+        if self.name != ADAMW:
+            names = ["optimizer.beta1", "optimizer.beta2", "optimizer.epsilon"]
+            refuse_without(config, names, f"optimizer.name = {ADAMW}")
         options = self.build_options()
         if self.name != ADAMW or self.options:
             function = optimizer_function(self.name)
             check_optimizer(self.name, lambda rate: build_optimizer(function, options, rate, self.weight_decay))
-        if isinstance(self.schedule, dict):
-            import jax  # imported here, so that grading workers start without JAX
+        if isinstance(self.schedule, str):
+            return
+        import jax  # imported here, so that grading workers start without JAX
 
-            try:  # shapes only, because a real array would claim the local devices
-                jax.eval_shape(lambda count: self.build_schedule(config.training.steps)(count), 0)
-            except Exception as error:
-                problem = str(error) if str(error).startswith("optimizer.") else ""
-                problem = problem or f"optimizer.schedule = {self.schedule!r}: optax refuses it: {described(error)}"
-                raise UserError("", problem) from error
-        return iter(())
+        try:  # shapes only, because a real array would claim the local devices
+            jax.eval_shape(lambda count: self.build_schedule(steps)(count), 0)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                "optimizer.schedule", f"optax refuses it: {described(error)}", value=self.schedule
+            ) from error
 
     def build_options(self) -> dict[str, Any]:
         """Arguments of the optimizer's function apart from the learning rate and the weight decay, which may vary.
 
         Raises:
-            ValueError: no such optimizer, or an option or a weight decay that it does not take.
+            UserError: no such optimizer, or an option or a weight decay that it does not take.
         """
         if self.name == ADAMW and not self.options:
             options = {}
         else:
             function = optimizer_function(self.name)
             options = checked_options(self.name, function, self.options)
-            is_taken = self.weight_decay == 0 or takes_weight_decay(function)
-            require(is_taken, "optimizer.weight_decay", self.weight_decay, f"{self.name} takes none; remove it")
+            if self.weight_decay != 0 and not takes_weight_decay(function):
+                raise UserError(
+                    "optimizer.weight_decay", f"{self.name} takes none", "remove it", value=self.weight_decay
+                )
         if self.name == ADAMW:
             options |= {"b1": self.beta1, "b2": self.beta2, "eps": self.epsilon}
         return options
@@ -283,7 +374,7 @@ class OptimizerConfig(ConfigBlock):
         Args:
             steps: number of updates, over which a schedule without its own length extends.
         Raises:
-            ValueError: a schedule that optax lacks, or arguments that it does not take.
+            UserError: a schedule that optax lacks, or arguments that it does not take.
         """
         import optax  # imported here, so that grading workers start without JAX
 
@@ -291,27 +382,47 @@ class OptimizerConfig(ConfigBlock):
         schedule_key = "optimizer.schedule"
         name = options.pop("name", None)
         known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
-        remedy = f"is no schedule of optax; takes one of {', '.join(known)}{did_you_mean(name, known)}"
-        require(name in known, f"{schedule_key}.name", name, remedy)
+        if name not in known:
+            raise UserError(
+                f"{schedule_key}.name",
+                f"is no schedule of optax; takes one of {', '.join(known)}",
+                did_you_mean(name, known).removeprefix("; "),
+                value=name,
+            )
         parameters = inspect.signature(getattr(optax.schedules, name)).parameters
         for option, value in options.items():
-            remedy = f"is no argument of {name}, which takes {', '.join(parameters)}{did_you_mean(option, parameters)}"
-            require(option in parameters, f"{schedule_key}.{option}", value, remedy)
-            if not isinstance(value, dict | list):
+            if option not in parameters:
+                raise UserError(
+                    f"{schedule_key}.{option}",
+                    f"is no argument of {name}, which takes {', '.join(parameters)}",
+                    did_you_mean(option, parameters).removeprefix("; "),
+                    value=value,
+                )
+            if isinstance(value, dict | list):
+                continue
+            try:
                 options[option] = checked_value(f"{schedule_key}.{option}", parameters[option].annotation, value)
+            except ValueError as error:
+                raise UserError(problem=str(error)) from error
         peak = next((each for each in ("value", "peak_value", "init_value") if each in parameters), None)
-        remedy = f"{name} has its own peak; set only one of the two"
-        has_own = peak is None or options.get(peak, self.learning_rate) != self.learning_rate
-        is_set = self.learning_rate != type(self).model_fields["learning_rate"].default
-        require(not (has_own and is_set), "optimizer.learning_rate", self.learning_rate, remedy)
-        remedy = f"{name} has its own warm-up; remove one of them"
-        has_own = self.warmup_steps and peak not in ("value", "init_value")
-        require(not has_own, "optimizer.warmup_steps", self.warmup_steps, remedy)
+        has_own_peak = peak is None or options.get(peak, self.learning_rate) != self.learning_rate
+        if has_own_peak and self.learning_rate != type(self).model_fields["learning_rate"].default:
+            raise UserError(
+                "optimizer.learning_rate",
+                f"{name} has its own peak",
+                "set only one of the two",
+                value=self.learning_rate,
+            )
+        if self.warmup_steps and peak not in ("value", "init_value"):
+            raise UserError(
+                "optimizer.warmup_steps", f"{name} has its own warm-up", "remove one of them", value=self.warmup_steps
+            )
         remaining_steps = max(steps - self.warmup_steps - options.get("transition_begin", 0), 1)
         defaults = {peak: self.learning_rate, "decay_steps": remaining_steps, "transition_steps": remaining_steps}
         options = {option: value for option, value in defaults.items() if option in parameters} | options
         missing = [each.name for each in parameters.values() if each.default is each.empty and each.name not in options]
-        require(not missing, schedule_key, self.schedule, f"{name} needs {', '.join(missing)} too")
+        if missing:
+            raise UserError(schedule_key, f"{name} needs {', '.join(missing)} too", value=self.schedule)
         after = getattr(optax.schedules, name)(**options)
         if self.warmup_steps == 0:
             return after
@@ -332,13 +443,12 @@ class TrainingConfig(ConfigBlock):
         ge=1,
     )
     minibatches: Int = key(
-        1, "Minibatches of a pass, of equally many whole groups", must="divide rollout.prompts_per_step", ge=1
+        1, "Minibatches of a pass, of equally many whole groups", note="Must divide rollout.prompts_per_step.", ge=1
     )
     micro_batch_prompts: Int | None = key(
         None,
         "Prompts, with their groups, in a micro-batch; null: as few as have about 4,000 tokens a device",
-        excludes="training.tokens_per_micro_batch",
-        must="divide rollout.prompts_per_step",
+        note="Not with training.tokens_per_micro_batch. Must divide rollout.prompts_per_step.",
         ge=1,
         may_change=True,
     )
@@ -381,29 +491,64 @@ class TrainingConfig(ConfigBlock):
         """Optimizer steps on each batch."""
         return self.updates_per_batch * self.minibatches
 
-    def refusals(self, config: "Config") -> Iterator[Refusal]:
-        """No steps, steps to trace that the run does not have, and prompts that minibatches cannot share equally."""
-        problem = "takes 1 or more, or 0 for a warm start alone; set warm_start.demonstrations"
-        yield self.steps == 0 and not config.demonstrations, "training.steps", problem
-        prompts = config.rollout.prompts_per_step // self.minibatches
-        chosen = self.micro_batch_prompts
-        problem = f"must divide the {prompts} prompts of a minibatch (rollout.prompts_per_step / training.minibatches)"
-        yield self.minibatches > 1 and chosen and prompts % chosen, "training.micro_batch_prompts", problem
-        reads = not RESCORED.isdisjoint(names_read(config.algorithm.build().advantage))
-        problem = "does not work with an advantage that reads scored log-probs or entropies, which each update computes"
-        problem += " for its minibatch only; set 1, or use another advantage"
-        yield self.minibatches > 1 and reads, "training.minibatches", problem
+    def check(self, config: "Config") -> None:
+        """Refuses runs without steps, batches that cannot be split, and steps or keys that the run does not have."""
+        if self.steps == 0 and not config.demonstrations:
+            raise UserError(
+                "training.steps",
+                "takes 1 or more, or 0 for a warm start alone",
+                "set warm_start.demonstrations",
+                value=0,
+            )
+        self._check_splits(config)
         traced = self.profile_steps
-        in_order = traced is None or (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= self.steps)
-        problem = f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}; or null for no trace"
-        yield not in_order, "training.profile_steps", problem
+        if traced is not None and (len(traced) != 2 or not 1 <= traced[0] <= traced[1] <= self.steps):
+            raise UserError(
+                "training.profile_steps",
+                f"takes [first, last] with 1 <= first <= last <= training.steps = {self.steps}",
+                "or null for no trace",
+                value=traced,
+            )
         known = resumable_keys(config) if self.resume_with else []
         for name in self.resume_with:
-            problem = f"{name!r} cannot change; takes {', '.join(known)}{did_you_mean(name, known)}"
-            yield name not in known, "training.resume_with", problem
+            if name not in known:
+                raise UserError(
+                    "training.resume_with",
+                    f"{name!r} cannot change; takes {', '.join(known)}",
+                    did_you_mean(name, known).removeprefix("; "),
+                    value=self.resume_with,
+                )
+
+    def _check_splits(self, config: "Config") -> None:
+        """Refuses minibatches and micro-batches that prompts cannot share equally, or that an advantage cannot read."""
+        if self.tokens_per_micro_batch:
+            refuse_with(config, ["training.micro_batch_prompts"], "training.tokens_per_micro_batch")
+        prompts = config.rollout.prompts_per_step
+        problem = f"must divide rollout.prompts_per_step = {prompts}"
+        if prompts % self.minibatches:
+            raise UserError("training.minibatches", problem, value=self.minibatches)
+        chosen = self.micro_batch_prompts
+        if chosen and prompts % chosen:
+            raise UserError("training.micro_batch_prompts", problem, value=chosen)
+        if self.minibatches == 1:
+            return
+        if chosen and prompts // self.minibatches % chosen:
+            raise UserError(
+                "training.micro_batch_prompts",
+                f"must divide the {prompts // self.minibatches} prompts of a minibatch"
+                " (rollout.prompts_per_step / training.minibatches)",
+                value=chosen,
+            )
+        if not RESCORED.isdisjoint(names_read(config.algorithm.build().advantage)):
+            raise UserError(
+                "training.minibatches",
+                "does not work with an advantage that reads scored log-probs or entropies, which each update"
+                " computes for its minibatch only",
+                "set 1, or use another advantage",
+                value=self.minibatches,
+            )
 
 
-_SAMPLED = "evaluation.temperature above 0"
 MOST_PROBLEMS = 256
 
 # 0 or within the range of rollout.temperature.
@@ -424,17 +569,32 @@ class EvaluationConfig(ConfigBlock):
     problems: Int | None = key(
         None, f"Number of held-out problems; null: {MOST_PROBLEMS}, or as many as the task holds out", ge=1
     )
-    samples: Int = key(1, "Completions of each problem", needs=f"{_SAMPLED} or task.agent", ge=1)
-    initial_kl: Bool = key(False, "Log the KL to the initial policy, which costs another forward pass", needs=_SAMPLED)
+    samples: Int = key(
+        1, "Completions of each problem", note="Only with evaluation.temperature above 0 or task.agent.", ge=1
+    )
+    initial_kl: Bool = key(
+        False,
+        "Log the KL to the initial policy, which costs another forward pass",
+        note="Only with evaluation.temperature above 0.",
+    )
     temperature: _Temperature = key(1.0, "Sampling temperature; 0: greedy")
-    top_k: Int = key(0, "Sample only from this many of the most likely tokens; 0: all", needs=_SAMPLED, ge=0)
+    top_k: Int = key(
+        0,
+        "Sample only from this many of the most likely tokens; 0: all",
+        note="Only with evaluation.temperature above 0.",
+        ge=0,
+    )
     top_p: Float = key(
-        1.0, "Sample only from the most likely tokens with this total probability; 1: all", needs=_SAMPLED, gt=0, le=1
+        1.0,
+        "Sample only from the most likely tokens with this total probability; 1: all",
+        note="Only with evaluation.temperature above 0.",
+        gt=0,
+        le=1,
     )
     min_p: Float = key(
         0.0,
         "Sample only from tokens at least this share as likely as the likeliest; 0: all",
-        needs=_SAMPLED,
+        note="Only with evaluation.temperature above 0.",
         ge=0,
         le=1,
     )
@@ -447,6 +607,14 @@ class EvaluationConfig(ConfigBlock):
     def sampling(self) -> Sampling:
         """The distribution that evaluation samples from."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def check(self, config: "Config") -> None:
+        """Refuses settings of sampling for greedy completions."""
+        if self.temperature == 0:
+            names = ["initial_kl", "top_k", "top_p", "min_p"]
+            refuse_without(config, [f"evaluation.{name}" for name in names], "evaluation.temperature above 0")
+            if not config.task.agent:
+                refuse_without(config, ["evaluation.samples"], "evaluation.temperature above 0", "task.agent")
 
 
 class SamplesConfig(ConfigBlock):
@@ -498,20 +666,12 @@ class Config(ConfigBlock):
     mesh: MeshConfig = key(MeshConfig, may_change=True)
 
     @pydantic.model_validator(mode="after")
-    def _check(self) -> "Config":
-        """Refuses settings that contradict each other or have no effect."""
-        for name, choices in {"model": ("path", "decoder"), "task": (*TASKS, "mixture")}.items():
-            chosen = [choice for choice in choices if getattr(getattr(self, name), choice) is not None]
-            # The config.yaml of a run keeps the model of the run that it continues; an adapter names its base.
-            if len(chosen) != 1 and (chosen or name != "model" or not (self.model.run or self.model.adapter)):
-                listed = f"found {' and '.join(chosen) or 'none'}"
-                raise UserError(
-                    "", f"{name}: give exactly one of {', '.join(f'{name}.{choice}' for choice in choices)}; {listed}"
-                )
-        blocks = [block for name in KEYS if isinstance(block := value_of(self, name), ConfigBlock)]
-        for is_wrong, name, problem in itertools.chain(broken_rules(self), *(block.refusals(self) for block in blocks)):
-            value = value_of(self, name)
-            require(not is_wrong, name, value.model_dump() if isinstance(value, ConfigBlock) else value, problem)
+    def _check_blocks(self) -> "Config":
+        """Refuses settings that contradict each other or have no effect; see `check` of each block."""
+        for name in KEYS:
+            block = value_of(self, name)
+            if isinstance(block, ConfigBlock):
+                block.check(self)
         return self
 
     def replace(self, /, **changes: Any) -> "Config":
@@ -521,7 +681,7 @@ class Config(ConfigBlock):
             changes: values by dotted key, as in `replace(**{"mesh.data": 2})`, or by a short name, as in
                 `replace(steps=80, learning_rate=1e-6)`; SHORT_NAMES of recjax.config has these names.
         Raises:
-            ValueError: a wrong key or value, as for the first config.
+            UserError: a wrong key or value, as for the first config.
         """
         values = self.model_dump(exclude_unset=True)
         for name, value in changes.items():

@@ -2,8 +2,8 @@
 
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
@@ -14,10 +14,11 @@ from recjax.config.fields import (
     Float,
     Int,
     Place,
-    Refusal,
     block_of,
     checked,
     key,
+    refuse_with,
+    refuse_without,
     spelled,
     value_of,
 )
@@ -26,10 +27,10 @@ from recjax.errors import UserError
 from recjax.tasks.grading.graders import GRADERS, OVERLONG, ROWS, TURNS
 from recjax.tasks.grading.gym import check_gym
 
+if TYPE_CHECKING:
+    from recjax.config.schema import Config
+
 _SOURCE = "Hub data set, or a folder, file or pattern as for task.file"
-_MIXTURE = "task.mixture"
-_TOOLS = "task.agent = tools"
-_PLAYS = "task.agent = environment"
 _SIMPLE = "recjax.tasks.rewards:"
 _GRADERS = ", ".join(GRADERS)
 _HELD_OUT = "null: recjax holds out a third of train, at most 1,024 problems"
@@ -131,44 +132,46 @@ class OneTask(ConfigBlock):
     toolace: ToolAceTask | None = key(None)
     reasoning_gym: ReasoningGymTask | None = key(None)
     system_prompt: str | None = key(
-        None, "First message of every chat; null: the task's own, if it has one", excludes=_MIXTURE
+        None, "First message of every chat; null: the task's own, if it has one", note="Not with task.mixture."
     )
     reward: str | None = key(
         None,
         "Name of a built-in reward, module:function, or model:PATH with a sequence classifier's folder or hub name;"
         " null: the task's own",
-        excludes=_MIXTURE,
+        note="Not with task.mixture.",
     )
     reward_device: Literal["auto", "cpu"] = key(
         "auto",
         "Device for task.reward = model:PATH; auto: the first accelerator of each process, if it has one",
-        excludes=_MIXTURE,
+        note="Not with task.mixture.",
     )
     reward_weights: dict[str, Float] = key(
-        dict, "Weights of the reward's parts; they replace the reward's own weights", excludes=_MIXTURE
+        dict, "Weights of the reward's parts; they replace the reward's own weights", note="Not with task.mixture."
     )
     reward_seconds: Float | None = key(
         None,
         "Time limit of an async reward for one batch; null: no limit",
-        excludes=_MIXTURE,
+        note="Not with task.mixture.",
         gt=0,
         may_change=True,
     )
     reward_retries: Int = key(
         0,
         "Number of times recjax calls an async reward again after it fails on a batch",
-        excludes=_MIXTURE,
+        note="Not with task.mixture.",
         ge=0,
         may_change=True,
     )
     success: Float = key(
-        1.0, "Lowest unweighted score of an accurate completion; ignored with a part `accuracy`", excludes=_MIXTURE
+        1.0,
+        "Lowest unweighted score of an accurate completion; ignored with a part `accuracy`",
+        note="Not with task.mixture.",
     )
     verdict: str | None = key(
         None,
         "Part of the reward that says whether an answer is right, with task.success or more; null: `accuracy`, or else"
         " `score`, or else the only part. Several other parts have no accuracy",
-        excludes=_MIXTURE,
+        note="Not with task.mixture.",
     )
 
     def chosen(self) -> str:
@@ -185,34 +188,54 @@ class OneTask(ConfigBlock):
             return f"{_SIMPLE}{'last_number_match' if worked else 'number_match'}"
         return "tool_calls" if name == "toolace" else name
 
-    def problems_with(self, block_key: str, by_agent: bool) -> Iterator[Refusal]:
+    def check_task(self, block_key: str, by_agent: bool) -> None:
         """Refuses an unknown reward, and settings without effect.
 
         Args:
             block_key: the block's dotted key.
             by_agent: True if an agent may give the rewards itself.
+        Raises:
+            UserError: a contradiction within the block.
         """
-        if self.reasoning_gym:
-            check_gym(self.reasoning_gym.name, self.reasoning_gym.options, self.reasoning_gym.template)
-        plain = self.arithmetic or (self.reasoning_gym and not self.reasoning_gym.chat)
-        problem = "does not apply to plain text prompts, such as the prompts of task.arithmetic; remove it"
-        yield plain and self.system_prompt is not None, f"{block_key}.system_prompt", problem
+        gym = self.reasoning_gym
+        if gym is not None:
+            check_gym(gym.name, gym.options, gym.template)
+        has_plain_prompts = self.arithmetic is not None or (gym is not None and not gym.chat)
+        if has_plain_prompts and self.system_prompt is not None:
+            raise UserError(
+                f"{block_key}.system_prompt",
+                "does not apply to plain text prompts, such as the prompts of task.arithmetic",
+                "remove it",
+                value=self.system_prompt,
+            )
         name = self.reward_name()
-        problem = f"takes module:function, model:PATH, or one of {_GRADERS}"
-        yield not (name in GRADERS or ":" in name), f"{block_key}.reward", problem
-        unread = self.reward_device != "auto" and not name.startswith("model:")
-        problem = "applies only with task.reward = model:PATH; set it, or remove this key"
-        yield unread, f"{block_key}.reward_device", problem
+        if name not in GRADERS and ":" not in name:
+            raise UserError(
+                f"{block_key}.reward", f"takes module:function, model:PATH, or one of {_GRADERS}", value=self.reward
+            )
+        if self.reward_device != "auto" and not name.startswith("model:"):
+            raise UserError(
+                f"{block_key}.reward_device",
+                "applies only with task.reward = model:PATH",
+                "set it, or remove this key",
+                value=self.reward_device,
+            )
+        if self.file is None:
+            return
+        if self.file.train == PASSED:  # recjax.run adds the problems, and perhaps a reward
+            if block_key != "task":
+                raise UserError(
+                    f"{block_key}.file.train", "takes a file: recjax.run adds no rows to a mixture", value=PASSED
+                )
+            return
         compares = (name in GRADERS or name.startswith(_SIMPLE)) and not by_agent
-        is_passed = self.file and self.file.train == PASSED  # recjax.run adds the problems, and perhaps a reward
-        yield (
-            is_passed and block_key != "task",
-            f"{block_key}.file.train",
-            "takes a file: recjax.run adds no rows to a mixture",
-        )
-        problem = f"the reward {name} compares completions with answers; name their column, or a reward of your own"
-        is_unread = self.file and not self.file.answer_column and compares and not is_passed
-        yield is_unread, f"{block_key}.file.answer_column", problem
+        if compares and not self.file.answer_column:
+            raise UserError(
+                f"{block_key}.file.answer_column",
+                f"the reward {name} compares completions with answers",
+                "name their column, or a reward of your own",
+                value=self.file.answer_column,
+            )
 
 
 class MixedTask(OneTask):
@@ -224,10 +247,10 @@ class MixedTask(OneTask):
     def read(cls, value: Any) -> "MixedTask":
         """Reads a block, whose errors name keys without the mixture's name."""
         if not isinstance(value, Mapping):
-            raise UserError("", "takes a block with a task, such as {gsm8k: {}, weight: 2}")
+            raise UserError(problem="takes a block with a task, such as {gsm8k: {}, weight: 2}")
         for name in value:
             if name in TaskConfig.model_fields and name not in cls.model_fields:
-                raise UserError("", f"{name} is a key of all tasks of a mixture; set task.{name} instead")
+                raise UserError(problem=f"{name} is a key of all tasks of a mixture", remedy=f"set task.{name} instead")
         return cls(**value)
 
 
@@ -237,11 +260,13 @@ class KeepConfig(ConfigBlock):
     pass_rate: list[Float] = key(lambda: [0.1, 0.9], "[lowest, highest] pass rate of a problem that recjax keeps")
     samples: Int = key(8, "Completions of each problem, which measure its pass rate once", ge=1)
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Bounds that are no two ordered rates."""
+    def check(self, config: "Config") -> None:
+        """Refuses bounds that are no two ordered rates."""
         bounds = self.pass_rate
-        in_order = len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1
-        yield not in_order, "task.keep.pass_rate", "takes [lowest, highest] with 0 <= lowest <= highest <= 1"
+        if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] <= 1:
+            raise UserError(
+                "task.keep.pass_rate", "takes [lowest, highest] with 0 <= lowest <= highest <= 1", value=bounds
+            )
 
 
 class CurriculumConfig(ConfigBlock):
@@ -266,41 +291,38 @@ class TaskConfig(OneTask):
         "Tasks by name: blocks with `weight`, the relative share of a batch's prompts (default 1; 0: only evaluated),"
         " and a task's keys from `arithmetic` to `success`",
     )
-    keep: KeepConfig | None = key(None, excludes="experience.store")
+    keep: KeepConfig | None = key(None, note="Not with experience.store.")
     curriculum: CurriculumConfig | None = key(
-        None, excludes="regime.mode = async or experience.store or experience.mix"
+        None, note="Not with regime.mode = async or experience.store or experience.mix."
     )
     truncated: Literal["train", "mask", "penalize"] = key(
         "train", "Treatment of completions cut at the token limit: train on them, mask them, or penalize them"
     )
-    truncated_reward: Float = key(0.0, "Reward of cut completions", needs="task.truncated = penalize")
+    truncated_reward: Float = key(0.0, "Reward of cut completions", note="Only with task.truncated = penalize.")
     teacher_template: checked(str, _wrong_with_template) | None = key(
         None,
         "Prompt of model.teacher, with {prompt}, which is a chat's last user message, and what the policy does not see:"
         " {answer}, the reference answer; {better}, the group's best completion if its reward is higher; {feedback}. A"
         " completion that lacks one of them has no teacher",
-        needs="model.teacher",
-        excludes="task.agent or experience.follow or training.tokens_per_micro_batch",
+        note="Only with model.teacher. Not with task.agent or experience.follow or training.tokens_per_micro_batch.",
     )
     teacher_tokens: Int | None = key(
         None,
         "Room for a prompt from task.teacher_template; a completion has no teacher if its {better} or {feedback} is"
         " longer",
-        needs="task.teacher_template",
-        required="task.teacher_template",
+        note="Only with task.teacher_template.",
         ge=1,
     )
     teacher_feedback: Place | None = key(
         None,
         "module:function(prompt, completion, answer), which returns the text of {feedback} or null; null: the"
         " completion's comment in its store",
-        needs="task.teacher_template",
+        note="Only with task.teacher_template.",
     )
     overlong_tokens: Int | None = key(
         None,
         "Tokens before the limit over which the reward's part `overlong` falls from 0 to -1; null: no such part",
-        excludes="task.agent",
-        must="be at most rollout.max_completion_tokens",
+        note="Not with task.agent. Must be at most rollout.max_completion_tokens.",
         ge=1,
     )
     agent: spelled("tools|environment|.*:.*", "takes module:function, tools or environment") | None = key(
@@ -309,32 +331,35 @@ class TaskConfig(OneTask):
         " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment",
     )
     agent_seconds: Float = key(
-        60.0, "Time limit of an agent, not counting the time it waits for the policy", needs="task.agent", gt=0
+        60.0,
+        "Time limit of an agent, not counting the time it waits for the policy",
+        note="Only with task.agent.",
+        gt=0,
     )
-    agent_turns: Int = key(16, "Limit of an agent's replies", needs="task.agent", ge=1)
+    agent_turns: Int = key(16, "Limit of an agent's replies", note="Only with task.agent.", ge=1)
     agent_failure_reward: Float | None = key(
-        None, "Reward of agents that fail; null: recjax drops them", needs="task.agent", ge=-(10**9), le=10**9
+        None, "Reward of agents that fail; null: recjax drops them", note="Only with task.agent.", ge=-(10**9), le=10**9
     )
     seats: dict[str, Int | str] = key(
         dict,
         "Seats by name, for agents that call policy.seat(name), and who plays them. policy: the policy; initial: the"
         " policy before the first step; N: the policy after the last step that N divides; module:function: a script",
-        needs="task.agent",
-        excludes="task.agent = tools or task.agent = environment or task.keep or task.curriculum",
+        note="Only with task.agent. Not with task.agent = tools or task.agent = environment or task.keep or"
+        " task.curriculum.",
     )
-    train_seats: list[str] = key(list, "Seats to train on; empty: all seats of the policy", needs="task.seats")
+    train_seats: list[str] = key(
+        list, "Seats to train on; empty: all seats of the policy", note="Only with task.seats."
+    )
     tools: list[Place] = key(
         list,
         "module:function of each tool that the model may call; tools run in grading.workers",
-        needs=_TOOLS,
-        required=_TOOLS,
+        note="Only with task.agent = tools.",
     )
-    tool_seconds: Float = key(10.0, "Time limit of one tool call", needs=_TOOLS, gt=0)
+    tool_seconds: Float = key(10.0, "Time limit of one tool call", note="Only with task.agent = tools.", gt=0)
     environment: Place | None = key(
         None,
         "module:class of the environment, made from a problem, with gymnasium's reset and step",
-        needs=_PLAYS,
-        required=_PLAYS,
+        note="Only with task.agent = environment.",
     )
 
     @pydantic.field_validator("mixture")
@@ -342,13 +367,13 @@ class TaskConfig(OneTask):
     def _check_mixture(cls, tasks: dict[str, MixedTask] | None) -> dict[str, MixedTask] | None:
         for name, task in (tasks or {}).items():
             if not re.fullmatch(r"[\w-]+", name):
-                raise UserError("", f"the name {name!r} of a task must consist of letters, digits, _ and -")
+                raise UserError(problem=f"the name {name!r} of a task must consist of letters, digits, _ and -")
             chosen = [choice for choice in TASKS if getattr(task, choice) is not None]
             if len(chosen) != 1:
                 listed = " and ".join(chosen) or "none"
-                raise UserError("", f"{name}: give exactly one of {', '.join(TASKS)}; found {listed}")
+                raise UserError(name, f"give exactly one of {', '.join(TASKS)}", f"found {listed}")
         if tasks is not None and not any(task.weight for task in tasks.values()):
-            raise UserError("", "no task has a weight above 0; raise one")
+            raise UserError(problem="no task has a weight above 0", remedy="raise one")
         return tasks
 
     @pydantic.model_validator(mode="before")
@@ -406,48 +431,181 @@ class TaskConfig(OneTask):
         """The largest number of older versions that play seats in the same batch, in a run with `steps` updates."""
         return max(len(self.older_versions([version]) - {version}) for version in range(steps + 1)) if self.seats else 0
 
-    def refusals(self, config: "recjax.config.Config") -> Iterator[Refusal]:
-        """Refuses unknown rewards, seats that cannot be played or trained, and settings without effect."""
+    def check(self, config: "Config") -> None:
+        """Refuses several tasks, unknown rewards, impossible seats, and settings that have no effect."""
+        choices = [f"task.{name}" for name in (*TASKS, "mixture")]
+        chosen = [name for name in choices if value_of(config, name) is not None]
+        if len(chosen) != 1:
+            raise UserError(
+                "task", f"give exactly one of {', '.join(choices)}", f"found {' and '.join(chosen) or 'none'}"
+            )
+        if self.mixture:
+            names = [name for name in OneTask.model_fields if name not in TASKS]
+            refuse_with(config, [f"task.{name}" for name in names], "task.mixture")
+        self._check_data(config)
         for name, task in self.tasks().items():
             block_key = f"task.mixture.{name}" if name else "task"
-            yield from task.problems_with(block_key, self.agent is not None)
+            task.check_task(block_key, self.agent is not None)
             for part_name, needed in ((TURNS, "agent"), (ROWS, "agent"), (OVERLONG, "overlong_tokens")):
-                problem = f"weighs the part {part_name!r}, which rewards have only with task.{needed}; set it, or"
-                is_missing = part_name in task.reward_weights and getattr(self, needed) is None
-                yield is_missing, f"{block_key}.reward_weights", f"{problem} remove the weight"
-        problem = "task.teacher_template has no {feedback}; add it there, or remove this key"
-        has_feedback = "{feedback}" in (self.teacher_template or "")
-        yield self.teacher_feedback and not has_feedback, "task.teacher_feedback", problem
-        checkpoint_every = config.training.checkpoint_every
-        for name, player in self.seats.items():
-            is_known = player in (POLICY, INITIAL) or (player >= 1 if isinstance(player, int) else ":" in player)
-            problem = "takes policy, initial, a number of steps, or module:function"
-            yield not is_known, f"task.seats.{name}", problem
-            problem = (
-                f"must be a multiple of training.checkpoint_every = {checkpoint_every}, as checkpoints have its weights"
+                if part_name in task.reward_weights and getattr(self, needed) is None:
+                    raise UserError(
+                        f"{block_key}.reward_weights",
+                        f"weighs the part {part_name!r}, which rewards have only with task.{needed}",
+                        "set it, or remove the weight",
+                        value=task.reward_weights,
+                    )
+        self._check_teacher(config)
+        self._check_agent(config)
+        if self.seats:
+            self._check_seats(config)
+        else:
+            refuse_without(config, ["task.train_seats"], "task.seats")
+
+    def _check_data(self, config: "Config") -> None:
+        """Refuses ways to choose problems that the run's data does not allow, and a reward that is not read."""
+        if self.truncated != "penalize":
+            refuse_without(config, ["task.truncated_reward"], "task.truncated = penalize")
+        if config.regime.mode == "async":
+            refuse_with(config, ["task.curriculum"], "regime.mode = async")
+        if config.experience is None:
+            return
+        if config.experience.store:
+            refuse_with(config, ["task.keep", "task.curriculum"], "experience.store")
+        if config.experience.mix is not None:
+            refuse_with(config, ["task.curriculum"], "experience.mix")
+
+    def _check_teacher(self, config: "Config") -> None:
+        """Refuses a prompt of the teacher that this run cannot make, and settings of a prompt that it does not have."""
+        template_key = "task.teacher_template"
+        if not config.model.teacher:
+            refuse_without(config, [template_key], "model.teacher")
+        if self.agent:
+            refuse_with(config, [template_key], "task.agent")
+        if config.follows:
+            refuse_with(config, [template_key], "experience.follow")
+        if config.training.tokens_per_micro_batch:
+            refuse_with(config, [template_key], "training.tokens_per_micro_batch")
+        if not self.teacher_template:
+            refuse_without(config, ["task.teacher_tokens", "task.teacher_feedback"], template_key)
+            return
+        if self.teacher_tokens is None:
+            raise UserError(
+                "task.teacher_tokens",
+                f"is required with {template_key}",
+                "set it to the room for a prompt from the template",
+                value=None,
             )
-            yield isinstance(player, int) and player % checkpoint_every, f"task.seats.{name}", problem
+        if self.teacher_feedback and "{feedback}" not in self.teacher_template:
+            raise UserError(
+                "task.teacher_feedback",
+                "task.teacher_template has no {feedback}",
+                "add it there, or remove this key",
+                value=self.teacher_feedback,
+            )
+
+    def _check_agent(self, config: "Config") -> None:
+        """Refuses an agent without its tools or environment, and settings of an agent that this run lacks."""
+        if self.agent:
+            refuse_with(config, ["task.overlong_tokens"], "task.agent")
+        else:
+            names = ["task.agent_seconds", "task.agent_turns", "task.agent_failure_reward", "task.seats"]
+            refuse_without(config, names, "task.agent")
+        if self.agent != "tools":
+            refuse_without(config, ["task.tools", "task.tool_seconds"], "task.agent = tools")
+        elif not self.tools:
+            raise UserError(
+                "task.tools",
+                "is required with task.agent = tools",
+                "set it: module:function of each tool that the model may call",
+                value=self.tools,
+            )
+        if self.agent != "environment":
+            refuse_without(config, ["task.environment"], "task.agent = environment")
+        elif self.environment is None:
+            raise UserError(
+                "task.environment",
+                "is required with task.agent = environment",
+                "set it: module:class of the environment",
+                value=None,
+            )
+        limit = config.rollout.max_completion_tokens
+        if self.overlong_tokens is not None and self.overlong_tokens > limit:
+            raise UserError(
+                "task.overlong_tokens",
+                f"must be at most rollout.max_completion_tokens = {limit}",
+                value=self.overlong_tokens,
+            )
+
+    def _check_seats(self, config: "Config") -> None:
+        """Refuses seats of unknown players, seats that cannot be trained, and runs that seats do not work with."""
+        if self.agent in ("tools", "environment"):
+            refuse_with(config, ["task.seats"], f"task.agent = {self.agent}")
+        if self.keep is not None:
+            refuse_with(config, ["task.seats"], "task.keep")
+        if self.curriculum is not None:
+            refuse_with(config, ["task.seats"], "task.curriculum")
+        for name, player in self.seats.items():
+            _check_player(f"task.seats.{name}", player, config.training.checkpoint_every)
         trained = self.trained_seats
-        train_seats_key = "task.train_seats"
-        problem = f"names seats of task.seats, each once: {', '.join(self.seats)}; remove the others"
-        yield len({*trained} & {*(self.seats or [""])}) < len(trained), train_seats_key, problem
-        players = [self.seats.get(name, POLICY) for name in trained]
-        problem = "a script plays one of them, whose replies have no log-probs; remove it"
-        yield any(":" in str(player) for player in players), train_seats_key, problem
-        yield not trained, "task.seats", "the policy plays no seat; set one to policy, or name one in task.train_seats"
-        problem = f"must be a multiple of the {len(trained)} seats to train on, each of which has its own groups"
-        yield trained and config.sampled_groups % len(trained), "rollout.prompts_per_step", problem
-        limits = ("regime.max_staleness", "experience.replay.max_staleness")
-        bound = next((name for name in limits if value_of(config, name) is not None), None)
-        problem = f"does not work with {bound}, which the frozen weights of such a seat exceed; remove one of them"
-        yield bound and any(player != POLICY for player in players), train_seats_key, problem
+        if not trained:
+            raise UserError(
+                "task.seats",
+                "the policy plays no seat",
+                "set one to policy, or name one in task.train_seats",
+                value=self.seats,
+            )
+        if len({*trained} & {*self.seats}) < len(trained):
+            raise UserError(
+                "task.train_seats",
+                f"names seats of task.seats, each once: {', '.join(self.seats)}",
+                "remove the others",
+                value=self.train_seats,
+            )
+        players = [self.seats[name] for name in trained]
+        if any(":" in str(player) for player in players):
+            raise UserError(
+                "task.train_seats",
+                "a script plays one of them, whose replies have no log-probs",
+                "remove it",
+                value=self.train_seats,
+            )
+        if config.sampled_groups % len(trained):
+            raise UserError(
+                "rollout.prompts_per_step",
+                f"must be a multiple of the {len(trained)} seats to train on, each of which has its own groups",
+                value=config.rollout.prompts_per_step,
+            )
+        for name in ("regime.max_staleness", "experience.replay.max_staleness"):
+            if value_of(config, name) is not None and any(player != POLICY for player in players):
+                raise UserError(
+                    "task.train_seats",
+                    f"does not work with {name}, which the frozen weights of such a seat exceed",
+                    "remove one of them",
+                    value=self.train_seats,
+                )
+
+
+def _check_player(seat_key: str, player: int | str, checkpoint_every: int) -> None:
+    """Refuses a player that is neither the policy, nor weights that a checkpoint has, nor a script."""
+    if isinstance(player, str):
+        is_known = player in (POLICY, INITIAL) or ":" in player
+    else:
+        is_known = player >= 1
+    if not is_known:
+        raise UserError(seat_key, "takes policy, initial, a number of steps, or module:function", value=player)
+    if isinstance(player, int) and player % checkpoint_every:
+        raise UserError(
+            seat_key,
+            f"must be a multiple of training.checkpoint_every = {checkpoint_every}, as checkpoints have its weights",
+            value=player,
+        )
 
 
 def named_task(value: Any) -> Any:
     """The task block that a text such as "gsm8k" or "reasoning_gym:letter_counting" stands for; other values as given.
 
     Raises:
-        ValueError: the text names no task.
+        UserError: the text names no task.
     """
     if not isinstance(value, str):
         return value
@@ -456,8 +614,8 @@ def named_task(value: Any) -> Any:
         return {name: {"name": generator}}
     names = [f"{task}:GENERATOR" if task == "reasoning_gym" else task for task in TASKS]
     if value not in names or colon:
-        hint = did_you_mean(value, names) or f"; it takes {', '.join(names)}, or a block"
-        raise UserError("", f"names no task{hint}")
+        hint = did_you_mean(value, names).removeprefix("; ") or f"it takes {', '.join(names)}, or a block"
+        raise UserError(problem="names no task", remedy=hint)
     return {name: {}}
 
 

@@ -109,7 +109,7 @@ def read_yaml(text: str, literal: bool = False) -> Any:
     Args:
         literal: refuse comments and folded lines, as for an override, where either would lose text.
     Raises:
-        ValueError: it is no YAML, or several documents.
+        UserError: it is no YAML, or several documents.
     """
     try:
         if not literal:
@@ -118,9 +118,9 @@ def read_yaml(text: str, literal: bool = False) -> Any:
                 return _value(_FastLoader(text))
         return _value((_Literal if literal else _Loader)(text))
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise UserError("", " ".join(str(error).split())) from error
+        raise UserError(problem=" ".join(str(error).split())) from error
     except RecursionError as error:
-        raise UserError("", "values are nested too deeply") from error
+        raise UserError(problem="values are nested too deeply") from error
 
 
 def _value(loader: yaml.SafeLoader | _FastLoader) -> Any:
@@ -132,35 +132,40 @@ def read_yaml_file(path: str | Path) -> Any:
     """The value of a YAML file in UTF-8, with or without a byte order mark.
 
     Raises:
-        ValueError: with the path: the file cannot be read, has another encoding, or is no YAML.
+        UserError: with the path: the file cannot be read, has another encoding, or is no YAML.
     """
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         reason = f"not a file that can be read ({(error.strerror or str(error)).lower()})"
+        remedy = ""
         if Path(path).parts[:1] == ("experiments",) and not Path("experiments").is_dir():
-            reason += "; experiments/ is a folder of recjax's repository: give the command there"
-        raise UserError("", f"{path}: {reason}") from error
+            remedy = "experiments/ is a folder of recjax's repository: give the command there"
+        raise UserError(str(path), reason, remedy) from error
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError("", f"{path}: is in UTF-16 or UTF-32; save it as UTF-8")
+        raise UserError(str(path), "is in UTF-16 or UTF-32", "save it as UTF-8")
     try:
-        value = read_yaml(content.decode("utf-8-sig"))
-        # Aliases repeat values, and a few lines of them can stand for billions.
-        pending = [value]
-        for count, each in enumerate(pending):  # the list grows
-            if count == _MOST_VALUES:
-                raise UserError(
-                    "", f"has more than {_MOST_VALUES:,} values, with those that aliases repeat; remove aliases"
-                )
-            if isinstance(each, dict):
-                pending += each.values()
-            elif isinstance(each, list):
-                pending += each
-        return value
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError("", f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
-    except ValueError as error:
-        raise UserError("", f"{path}: not a valid YAML file ({error})") from error
+        raise UserError(str(path), f"not UTF-8 ({error.reason} at byte {error.start})", "save it as UTF-8") from error
+    try:
+        value = read_yaml(text)
+    except UserError as error:
+        raise UserError(str(path), f"not a valid YAML file ({error})") from error
+    # Aliases repeat values, and a few lines of them can stand for billions.
+    pending = [value]
+    for count, each in enumerate(pending):  # the list grows
+        if count == _MOST_VALUES:
+            raise UserError(
+                str(path),
+                f"not a valid YAML file (has more than {_MOST_VALUES:,} values, with those that aliases repeat)",
+                "remove aliases",
+            )
+        if isinstance(each, dict):
+            pending += each.values()
+        elif isinstance(each, list):
+            pending += each
+    return value
 
 
 def write_yaml(value: Any, flow: bool = False) -> str:
@@ -193,14 +198,14 @@ def read_override(text: str, takes_text: bool = False, takes_yaml: bool = False)
         takes_text: the key takes text: `text` itself, without enclosing quotes; null and empty text are None.
         takes_yaml: the key takes a list, mapping or block. Other keys take YAML that begins as one, or a scalar.
     Raises:
-        ValueError: no YAML.
+        UserError: no YAML.
     """
     begins = text.lstrip()[:1]
     if takes_text:
         if begins in ("'", '"'):
             try:
                 value = read_yaml(text, literal=True)
-            except ValueError:
+            except UserError:
                 return text
             return value if isinstance(value, str) else text
         return None if text in ("", "null", "~") else text

@@ -97,7 +97,7 @@ def test_a_name_or_a_function_stands_for_its_block():
         "gspo", {"weight": {"name": "importance"}}
     )
     with pytest.raises(
-        ValueError, match="weight = <function .*: a config takes functions by name: define it in a module"
+        ValueError, match="weight = <function .*: a config takes functions by name; define it in a module"
     ):
         AlgorithmConfig(weight=lambda ratio: ratio)
 

@@ -160,9 +160,9 @@ FAULTS = {
         "merged[key] = {}",
         ("tests/test_config.py",),
     ),
-    "config-no-task-is-no-error": Fault(
-        "a config without a task, or without a model, is accepted",
-        "recjax/config/schema.py",
+    "config-no-model-is-no-error": Fault(
+        "a config without a model is accepted",
+        "recjax/config/model.py",
         "if len(chosen) != 1 and (chosen",
         "if len(chosen) > 1 and (chosen",
         ("tests/test_refusals.py",),
