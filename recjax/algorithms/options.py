@@ -72,19 +72,6 @@ def described(error: BaseException, first_line: bool = False) -> str:
     return f"{type(error).__name__}: {message}" + "".join(places)
 
 
-def shown(value: Any, longest: int = 200) -> str:
-    """A user's value in an error message: its `repr`, cut, or its type if `repr` raises.
-
-    Examples:
-        >>> shown([1, 2, 3], 5)
-        '[1, 2'
-    """
-    try:
-        return repr(value)[:longest]
-    except Exception:
-        return f"a {type(value).__name__} that cannot be printed"
-
-
 def user_function(key: str, name: str) -> Callable[..., Any]:
     """Imports the user's own function, named module:function.
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from recjax.algorithms.options import shown
 from recjax.config import Config
+from recjax.errors import shown
 from recjax.grading.thinking import after_thoughts, whole_reply
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy

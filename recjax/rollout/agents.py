@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray, UInt32
 
-from recjax.algorithms.options import described, shown
+from recjax.algorithms.options import described
 from recjax.config import Config, TaskConfig
 from recjax.config.tasks import POLICY
+from recjax.errors import shown
 from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling

@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from recjax.algorithms.options import described, shown
+from recjax.algorithms.options import described
 from recjax.config import TaskConfig
+from recjax.errors import shown
 from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.rollout.tools import Tools, parsed_calls

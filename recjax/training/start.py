@@ -17,9 +17,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from recjax import hosts
-from recjax.algorithms.options import shown
 from recjax.config import Config, to_yaml
 from recjax.console import under_way
+from recjax.errors import shown
 from recjax.experience.batch import to_learn_from, with_part_weights
 from recjax.experience.packing import is_packed
 from recjax.experience.queue import Queue
