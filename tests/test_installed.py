@@ -13,6 +13,7 @@ import recjax
 from recjax import __main__ as entry
 from recjax import examples
 from recjax.config import load_config
+from recjax.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 LINKS = Path(examples.__file__).parent
@@ -82,7 +83,7 @@ def test_unknown_names_are_refused(given, words, elsewhere):
 def test_run_takes_an_example(elsewhere):
     with pytest.raises(ValueError, match="the config has the task arithmetic"):
         recjax.run("quickstart", problems=[{"prompt": "1+1=", "answer": "2"}])
-    with pytest.raises(ValueError, match="did you mean quickstart"):
+    with pytest.raises(UserError, match="did you mean quickstart"):
         recjax.run("quikstart")
 
 

@@ -23,7 +23,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         path: a YAML file, or the name of an example such as "quickstart".
         overrides: see `make_config`.
     Raises:
-        ValueError: an unreadable file, an unknown name, or an error of `make_config`.
+        UserError: an unknown name.
+        ValueError: an unreadable file, or an error of `make_config`.
     """
     path = config_file(path)
     config = make_config(read_yaml_file(path), overrides, str(path))

@@ -4,6 +4,8 @@ import difflib
 import os
 from pathlib import Path
 
+from recjax.errors import UserError
+
 _FOLDER = Path(__file__).parent
 
 
@@ -19,7 +21,7 @@ def config_file(path: str | Path) -> Path:
     Args:
         path: a file, or the name of an example. Whoever reads the file reports a path with an ending that is no file.
     Raises:
-        ValueError: neither a file nor the name of an example; the message lists the names, the nearest ones first.
+        UserError: neither a file nor the name of an example; the message has the nearest names and all of them.
     """
     if os.path.exists(path) and not os.path.isdir(path):
         return Path(path)
@@ -29,12 +31,10 @@ def config_file(path: str | Path) -> Path:
         return _FOLDER / f"{given}.yaml"
     name = os.path.splitext(given)[0].removeprefix("./").removeprefix("experiments/")
     if name in names:
-        raise ValueError(f"{given}: no such file; for recjax's example of this name give {name}")
+        raise UserError(given, "no such file", f"for recjax's example of this name give {name}")
     if os.path.exists(path) or os.path.splitext(given)[1]:
         return Path(path)
     nearest = difflib.get_close_matches(given, names)
     meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-    raise ValueError(
-        f"{given}: neither a file nor the name of an example{meant}; give a YAML file or one of these names: "
-        + ", ".join(names)
-    )
+    remedy = f"give a YAML file or one of these names: {', '.join(names)}"
+    raise UserError(given, f"neither a file nor the name of an example{meant}", remedy)
