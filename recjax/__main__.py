@@ -40,7 +40,7 @@ def main() -> None:
     """Becomes the process of the command, or prints the list of commands."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "help"):
-        print(help_text())
+        print(overview())
         return
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS)
@@ -51,14 +51,14 @@ def main() -> None:
     os.execv(sys.executable, [sys.executable, "-m", f"recjax.{name}", *sys.argv[2:]])
 
 
-def help_text() -> str:
+def overview() -> str:
     """The commands with a line each, and the names of the example configs."""
-    lines = [f"  {name:{_WIDTH}}  {summary(name)}" for name in COMMANDS]
+    lines = [f"  {name:{_WIDTH}}  {first_line(name)}" for name in COMMANDS]
     examples = ", ".join(example_names())
     return "\n".join([*__doc__.splitlines(), "", "Commands:", *lines, "", f"Examples for --config: {examples}"])
 
 
-def summary(name: str) -> str:
+def first_line(name: str) -> str:
     """The first line of a command's docstring, without an import of the command."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(source)).partition("\n")[0]

@@ -93,22 +93,22 @@ def test_help_lists_every_command_with_a_line():
     }
     assert len(set(entry.COMMANDS)) == len(entry.COMMANDS)
     assert programs - {"__main__"} == set(entry.COMMANDS)
-    lines = entry.help_text().splitlines()
+    lines = entry.overview().splitlines()
     for name in entry.COMMANDS:
-        assert [line.split()[1:] for line in lines if line.split()[:1] == [name]] == [entry.summary(name).split()]
-    assert entry.summary("train") == "Trains a language model with off-policy group-relative REINFORCE."
+        assert [line.split()[1:] for line in lines if line.split()[:1] == [name]] == [entry.first_line(name).split()]
+    assert entry.first_line("train") == "Trains a language model with off-policy group-relative REINFORCE."
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
 def test_help_is_printed(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["recjax", *arguments])
     entry.main()
-    assert capsys.readouterr().out == entry.help_text() + "\n"
+    assert capsys.readouterr().out == entry.overview() + "\n"
 
 
 def test_help_imports_no_heavy_package():
     heavy = ["jax", "numpy", "absl", "pydantic", "yaml"]
-    program = f"import sys, recjax.__main__ as entry; entry.help_text(); print(sys.modules.keys() & {heavy})"
+    program = f"import sys, recjax.__main__ as entry; entry.overview(); print(sys.modules.keys() & {heavy})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -210,4 +210,4 @@ def test_every_command_of_the_wheel_has_help(installed, tmp_path):
     for name in entry.COMMANDS:
         shown = ended(installed, tmp_path, "recjax", name, "--help")
         assert shown.returncode == 0, shown.stderr
-        assert entry.summary(name) in shown.stdout
+        assert entry.first_line(name) in shown.stdout
