@@ -171,8 +171,11 @@ def test_wheel_has_examples_and_data(installed):
         file = package / "examples" / f"{name}.yaml"
         assert not file.is_symlink()
         assert file.read_bytes() == (ROOT / "experiments" / f"{name}.yaml").read_bytes()
-    assert (package / "config" / "elsewhere.yaml").is_file()
-    assert (package / "plots" / "sample_page.html").is_file()
+    for file in (ROOT / "recjax").rglob("*"):
+        if file.is_file() and file.suffix not in (".py", ".pyc"):
+            assert (package / file.relative_to(ROOT / "recjax")).is_file(), (
+                f"{file.name}: not in package_data of setup.py"
+            )
     assert not (installed / "experiments").exists()
     assert not (installed / "tests").exists()
 
