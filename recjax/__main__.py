@@ -61,7 +61,9 @@ def overview() -> str:
 def first_line(name: str) -> str:
     """The first line of a command's docstring, without an import of the command."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-    return ast.get_docstring(ast.parse(source)).partition("\n")[0]
+    docstring = ast.get_docstring(ast.parse(source))
+    assert docstring, f"{name}.py has no docstring"
+    return docstring.partition("\n")[0]
 
 
 if __name__ == "__main__":
