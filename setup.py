@@ -38,7 +38,12 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["recjax", "recjax.*"]),
-    package_data={"recjax.config": ["*.yaml"], "recjax.plots": ["*.html"]},
+    package_data={
+        "recjax.config": ["*.yaml"],
+        "recjax.examples": ["*.yaml", "*/*.yaml"],  # links to files of experiments/; a wheel has the files
+        "recjax.plots": ["*.html"],
+    },
+    entry_points={"console_scripts": ["recjax=recjax.__main__:main"]},
     install_requires=[
         "absl-py>=2.1",
         "cloudpickle>=3.0",

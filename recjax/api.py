@@ -38,6 +38,7 @@ from recjax.config.fields import ConfigBlock, value_of
 from recjax.config.yaml_values import read_yaml_file
 from recjax.console import show_messages
 from recjax.errors import UserError
+from recjax.examples import config_file
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import Record
@@ -117,9 +118,9 @@ def run(
     compiled programs on disk for other processes, needs no `if __name__ == "__main__":`, and works in notebooks.
 
     Args:
-        config: a `Config`, its values as a dict, or a YAML file. With `problems` it needs no task. Without `output`,
-            the run gets a folder in runs/ whose name follows from the model, the other keys, the problems and the
-            reward, so that the same call resumes the same run.
+        config: a `Config`, its values as a dict, a YAML file, or the name of an example such as "quickstart". With
+            `problems` it needs no task. Without `output`, the run gets a folder in runs/ whose name follows from the
+            model, the other keys, the problems and the reward, so that the same call resumes the same run.
         problems: rows with the columns of `task.file`, by default "prompt" and "answer": dicts, a pandas DataFrame or a
             datasets.Dataset; recjax holds out a third. Or a mapping of "train" and "evaluation" (or "test") to
             such rows. The run folder gets a copy.
@@ -174,8 +175,10 @@ def _with_task(
     if isinstance(config, Config):
         config = config.replace(**keys) if keys else config
     else:
-        source = str(config) if isinstance(config, str | Path) else "config"
-        values = read_yaml_file(config) if isinstance(config, str | Path) else {} if config is None else config
+        if isinstance(config, str | Path):
+            config = config_file(config)
+        source = str(config) if isinstance(config, Path) else "config"
+        values = read_yaml_file(config) if isinstance(config, Path) else {} if config is None else config
         if not isinstance(values, Mapping):
             raise UserError("config", "takes a Config, a dict of its values or a YAML file", value=config)
         config = make_config({"output": _UNNAMED} | dict(values), keys, source)

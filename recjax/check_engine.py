@@ -40,7 +40,7 @@ def check_server(
     """Checks a server, prints a line for each check and returns the lines.
 
     Args:
-        path: YAML file of a run.
+        path: YAML file of a run, or the name of an example.
         arguments: overrides of the config, and `checkpoint=…`.
         pushes, draws: see `EngineCheck`.
     Raises:
@@ -66,7 +66,7 @@ def check_server(
 
 if __name__ == "__main__":
     flags.DEFINE_string("url", None, "URL of the server.", required=True)
-    flags.DEFINE_string("config", None, "YAML file of the training run.", required=True)
+    flags.DEFINE_string("config", None, "YAML file of the run, or the name of an example.", required=True)
     flags.DEFINE_bool("push", True, "Push weights; the server then keeps those of the config or checkpoint.")
     flags.DEFINE_integer("draws", 2000, "Tokens that test the sampling distribution.", lower_bound=100)
     start(main)

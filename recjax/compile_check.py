@@ -124,7 +124,7 @@ def show_plan(console: Console, planned: Plan) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("config", None, "YAML file of a training run.", required=True)
+    flags.DEFINE_string("config", None, "YAML file of a run, or the name of an example.", required=True)
     flags.DEFINE_string(
         "topology", None, "host, a TPU slice such as v5e:4x4, or GPUs such as h100-80:8.", required=True
     )

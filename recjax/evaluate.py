@@ -217,7 +217,7 @@ def show_results(numbers: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("config", None, "YAML file of a training run, for its task and settings.", required=True)
+    flags.DEFINE_string("config", None, "YAML file or example, for its task and settings.", required=True)
     flags.DEFINE_bool("all", False, "Evaluate on all problems of the task, train problems too.")
     flags.DEFINE_string("output", None, "Folder to write; default: runs/evaluations/MODEL-TASK.")
     define_process_flags()

@@ -310,7 +310,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("config", None, "YAML file of a training run; its initial policy samples.")
+    flags.DEFINE_string("config", None, "YAML file of a run, or the name of an example; its initial policy samples.")
     flags.DEFINE_string("run", None, "Folder of a training run, finished or not; its checkpoint samples.")
     flags.DEFINE_integer("step", None, "Checkpoint to use; default: the newest.")
     flags.DEFINE_string("output", None, "File or URL of the store; created if it does not exist.", required=True)

@@ -2,6 +2,8 @@
 
     python -m recjax.train --config experiments/quickstart.yaml [key=value ...]
 
+`--config quickstart` also finds this example, without a checkout; `recjax --help` lists the examples.
+
 Several processes, on one host or on many, train together if each gets the same command; see docs/devices.md.
 
 Overrides are dotted keys of the config with their values, such as optimizer.learning_rate=1e-6 or
@@ -22,7 +24,7 @@ from recjax.errors import UserError
 from recjax.tasks.problems import question_of
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
+flags.DEFINE_string("config", None, "YAML file of the run, or the name of an example.", required=True)
 define_process_flags()
 flags.DEFINE_bool("overwrite", False, "Delete the run in the output folder.")
 flags.DEFINE_bool(

@@ -354,7 +354,7 @@ def test_file_errors_name_the_file(tmp_path, monkeypatch):
         load_config("experiments/missing.yaml")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="experiments/ is a folder of recjax's repository: give the command there"):
-        load_config(QUICKSTART)
+        load_config("experiments/claims/laboratory.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("seed: [1")
     with pytest.raises(ValueError, match=r"broken.yaml: not a valid YAML"):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 # From the lowest to the highest; those that stand together do not import each other. The commands are above them all,
 # and right below them is api.py, which programs import: the package itself imports it by name, on first use.
 FLOORS = [
-    ("algorithms", "grading"),
+    ("algorithms", "grading", "examples"),
     ("models",),
     ("hub",),
     ("tasks.grading",),
@@ -25,7 +25,7 @@ FLOORS = [
     ("api",),
 ]
 # Files that the config may import besides `algorithms`: tables and checks that need no heavy package.
-LIGHT = {"recjax.models.sampling", "recjax.tasks.grading.graders", "recjax.tasks.grading.gym"}
+LIGHT = {"recjax.examples", "recjax.models.sampling", "recjax.tasks.grading.graders", "recjax.tasks.grading.gym"}
 
 PATHS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -59,7 +59,9 @@ def imports():
 
 
 def is_command(name):
-    """Whether a file directly in recjax/ is run as a program."""
+    """Whether a file directly in recjax/ is run as a program; `__main__` only starts the others."""
+    if name == "recjax.__main__":
+        return False
     return name.count(".") == 1 and '\nif __name__ == "__main__":' in PATHS[name].read_text(encoding="utf-8")
 
 

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from absl import flags
 
+from recjax.__main__ import COMMANDS as SHORT
 from recjax.config import load_config
 from recjax.evaluate import split_arguments
 from recjax.planning import dry_run as planning
@@ -56,6 +57,8 @@ DEVICES = {
     "kubernetes_jobset.yaml": 16,
 }
 _PROGRAM = re.compile(r"(?<![\w/.-])python3? -m ((?:recjax|experiments|benchmarks|tests)(?:\.\w+)*)([ ][^`\n]*)?")
+# The short form, as code of its own: the same words may begin a sentence.
+_SHORT = re.compile(rf"(?:^ *|`|&& )recjax ({'|'.join(SHORT)})((?: --[^`\n]*)?)(?=`|$)", re.MULTILINE)
 _LAUNCHED = re.compile(r"(?:^|\s)launch/(\w+\.sh) ([^`\n]*)|docker run .* recjax-\w+ (.*)")
 
 
@@ -106,7 +109,8 @@ def commands_of(path: Path) -> list[Command]:
     text = re.sub(r" *\\\n[ #]*", " ", text).replace("&&", "\n")
     for variable, value in re.findall(r'^(\w+)="([^"\n]*)"$', text, re.MULTILINE):
         text = text.replace(f'{variable}="{value}"', "").replace(f"${variable}", value)
-    return [Command(path, program, arguments(more)) for program, more in _PROGRAM.findall(text)]
+    found = _PROGRAM.findall(text) + [(f"recjax.{name}", more) for name, more in _SHORT.findall(text)]
+    return [Command(path, program, arguments(more)) for program, more in found]
 
 
 def launched(path: Path, script: str, typed: str, image_arguments: str) -> Command:
@@ -199,7 +203,7 @@ def accept_config(command: Command, folder: Path) -> None:
         overrides = (
             split_arguments(others)[1] if command.program in ("recjax.evaluate", "recjax.check_engine") else others
         )
-        loaded = load_config(folder / config, overrides)
+        loaded = load_config(config, overrides)  # a file in the current folder, or the name of an example
         devices = command.options.get("topology", command.options.get("device"))
         if count := named_devices(devices).count if devices else DEVICES.get(command.page.name):
             make_mesh(loaded.mesh, count)
@@ -267,7 +271,7 @@ def test_trainings_can_be_run_dry(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: open(tmp_path / "no network"))
     monkeypatch.setattr(planning, "_activations", lambda *_: 1)
     overrides = accept_flags(command)
-    config = load_config(ROOT / command.options["config"], overrides)
+    config = load_config(command.options["config"], overrides)
     if config.model.path:
         shape = "SmolLM2-135M" if "SmolLM2" in config.model.path else Path(config.model.path).name
         (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[shape][1]))

@@ -12,15 +12,20 @@ from recjax.config.schema import KEYS, SHORT_FORMS, Config, full_name
 from recjax.config.tasks import PASSED, TASKS
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
 from recjax.errors import UserError, shown
+from recjax.examples import config_file
 from recjax.passwords import without_password
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML config; see `make_config`.
 
+    Args:
+        path: a YAML file, or the name of an example such as "quickstart".
+        overrides: see `make_config`.
     Raises:
-        UserError: an unreadable file, or an error of `make_config`.
+        UserError: an unknown name, an unreadable file, or an error of `make_config`.
     """
+    path = config_file(path)
     config = make_config(read_yaml_file(path), overrides, str(path))
     if config.task.file and config.task.file.train == PASSED:
         if "train" not in config.task.file.model_fields_set:

@@ -1,0 +1,70 @@
+"""Runs a command by its name.
+
+    recjax COMMAND [arguments]
+
+`recjax train --config quickstart` is short for `python -m recjax.train --config quickstart`: the same process, with the
+same flags, exit status and import path. `recjax COMMAND --help` shows the flags of a command.
+"""
+
+import ast
+import difflib
+import os
+import sys
+from pathlib import Path
+
+from recjax.examples import example_names
+
+# In the order in which one meets them.
+COMMANDS = (
+    "train",
+    "evaluate",
+    "compare",
+    "plot",
+    "samples",
+    "sweep",
+    "objectives",
+    "serve",
+    "export",
+    "generate_experience",
+    "import_experience",
+    "export_experience",
+    "inspect_experience",
+    "feedback",
+    "check_engine",
+    "compile_check",
+)
+_WIDTH = max(map(len, COMMANDS))
+
+
+def main() -> None:
+    """Becomes the process of the command, or prints the list of commands."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("--help", "-h", "help"):
+        print(overview())
+        return
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS)
+        meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+        sys.exit(f"error: {name!r} is not a command of recjax{meant}; recjax --help lists the commands")
+    # A process of its own finds modules of the user in the current folder, as with python -m, and recjax prepares
+    # memory before its imports.
+    os.execv(sys.executable, [sys.executable, "-m", f"recjax.{name}", *sys.argv[2:]])
+
+
+def overview() -> str:
+    """The commands with a line each, and the names of the example configs."""
+    lines = [f"  {name:{_WIDTH}}  {first_line(name)}" for name in COMMANDS]
+    examples = ", ".join(example_names())
+    return "\n".join([*__doc__.splitlines(), "", "Commands:", *lines, "", f"Examples for --config: {examples}"])
+
+
+def first_line(name: str) -> str:
+    """The first line of a command's docstring, without an import of the command."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    docstring = ast.get_docstring(ast.parse(source))
+    assert docstring, f"{name}.py has no docstring"
+    return docstring.partition("\n")[0]
+
+
+if __name__ == "__main__":
+    main()
