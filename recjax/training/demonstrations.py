@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Bool
 
+from recjax.clocks import PhaseSeconds
 from recjax.config import (
     AlgorithmConfig,
     Config,
@@ -33,7 +34,7 @@ from recjax.tasks.prompts import batch_indices
 from recjax.training import checkpoint, loop
 from recjax.training.checkpoint import Saver
 from recjax.training.learner import Learner
-from recjax.training.metrics import MetricsWriter, PhaseSeconds, read_metrics, step_bar
+from recjax.training.metrics import MetricsWriter, read_metrics, step_bar
 from recjax.training.prepare import Setup
 from recjax.training.run import Run, Source, State, Update
 from recjax.training.run_lock import NAME, RunLock

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from recjax import hosts
+from recjax.clocks import PhaseSeconds
 from recjax.config import Config, TrainingConfig
 from recjax.console import under_way
 from recjax.experience.batch import Shape, sampled_shape
@@ -32,7 +33,6 @@ from recjax.tasks.problems import Task, characters, problem_key
 from recjax.tasks.prompts import Prompts, prompts_digest
 from recjax.training.evaluation import kept_prompts
 from recjax.training.mesh import check_fits
-from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import initial_policy
 from recjax.training.sampling import BatchSampler, prompts_of
 from recjax.training.warm_start import Demonstrations, load_demonstrations

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Key, UInt32
 from transformers import PreTrainedTokenizerBase
 
+from recjax.clocks import PhaseSeconds
 from recjax.config import Config, RolloutConfig
 from recjax.experience.batch import Shape
 from recjax.experience.group import Grade, Group
@@ -29,7 +30,6 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import Task
 from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems, fitting
-from recjax.training.metrics import PhaseSeconds
 
 logger = logging.getLogger(__name__)
 _TOGETHER = 32  # batches whose keys are made at once

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from recjax import hosts
+from recjax.clocks import PhaseSeconds
 from recjax.config import Config
 from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
@@ -44,7 +45,6 @@ from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
 from recjax.training import schedule
 from recjax.training.learner import Learner
-from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import older_params
 from recjax.training.prepare import Setup
 from recjax.training.run import Source, State

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from recjax.clocks import PhaseSeconds
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.foreign import Columns
@@ -33,7 +34,7 @@ from recjax.tasks.grading.reward import Reward, load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
 from recjax.training import checkpoint, regrading, sources
-from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
+from recjax.training.metrics import batch_metrics, read_metrics
 from recjax.training.prepare import Setup, batch_shape, prepare
 from recjax.training.run import State
 from tests.closeness import assert_close, assert_same_gradient
