@@ -21,9 +21,10 @@ from recjax.config.fields import (
     spelled,
     value_of,
 )
+from recjax.config.gym import check_gym
 from recjax.config.model import POLICY
-from recjax.tasks.grading.graders import GRADERS, OVERLONG, ROWS, TURNS
-from recjax.tasks.grading.gym import check_gym
+from recjax.config.parts import OVERLONG, ROWS, TURNS
+from recjax.grading.graders import GRADERS
 
 _SOURCE = "Hub data set, or a folder, file or pattern as for task.file"
 _MIXTURE = "task.mixture"

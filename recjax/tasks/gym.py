@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recjax.config import ReasoningGymTask
-from recjax.tasks.grading.gym import check_gym, generated_entries
+from recjax.config.gym import check_gym
+from recjax.grading.gym import generated_entries
 from recjax.tasks.problems import Problem, chat
 from recjax.workers import CallFailed, Workers
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from recjax.algorithms.options import require
 from recjax.config import Config, GradingConfig, MixedTask, OneTask
+from recjax.grading.graders import GRADERS
 from recjax.tasks import gym, mathematics, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
 from recjax.tasks.grading.custom import Answered, known_parts, needs_answers, with_columns
-from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.reward import (
     LENGTH,
     OVERLONG,

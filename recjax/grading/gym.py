@@ -1,12 +1,10 @@
-"""The package reasoning_gym: its generators by name, checks of their options, and its scores with safeguards.
+"""The package reasoning_gym: its generators by name, and its scores with safeguards.
 
 The package makes problems and scores completions. This module imports it on first use. Grading workers import it before
 they start, so that the import does not count toward a completion's time limit.
 """
 
 import contextlib
-import dataclasses
-import difflib
 import functools
 import json
 import re
@@ -19,33 +17,12 @@ from typing import Any
 from recjax.grading.thinking import after_thoughts
 
 
-def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
-    """Checks the block `task.reasoning_gym`.
+def package() -> ModuleType:
+    """Imports reasoning_gym and returns it.
 
     Raises:
-        ValueError: an unknown generator or option, values that the generator refuses, or a template without
-            "{question}".
+        ValueError: it is not installed.
     """
-    generators = _package().factory.DATASETS
-    if name not in generators:
-        similar = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
-        hint = f"did you mean {similar[0]!r}? " if similar else ""
-        raise ValueError(f"task.reasoning_gym.name = {name!r}: {hint}It takes {', '.join(sorted(generators))}")
-    known = {field.name for field in dataclasses.fields(generators[name][1])} - {"seed", "size"}
-    for option, value in options.items():
-        if option not in known:
-            raise ValueError(
-                f"task.reasoning_gym.options.{option} = {value!r}: {name} takes {', '.join(sorted(known))}"
-            )
-    try:
-        generator(name, options)
-    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"task.reasoning_gym.options = {dict(options)}: {name}: {error}") from error
-    if "{question}" not in template:
-        raise ValueError(f"task.reasoning_gym.template = {template!r} must hold {{question}}")
-
-
-def _package() -> ModuleType:
     try:
         import reasoning_gym
     except ImportError as error:
@@ -57,9 +34,9 @@ def _package() -> ModuleType:
 def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> Any:
     """Makes a generator of the package with its options: a data set of problems."""
     if name == "composite" and isinstance(options.get("datasets"), list):
-        specification = sys.modules[_package().factory.DATASETS[name][1].__module__].DatasetSpec
+        specification = sys.modules[package().factory.DATASETS[name][1].__module__].DatasetSpec
         options = {"datasets": [specification(**member) for member in options["datasets"]]}
-    return _package().create_dataset(name, **options, **size_and_seed)
+    return package().create_dataset(name, **options, **size_and_seed)
 
 
 def generated_entries(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:

@@ -1,0 +1,34 @@
+"""Checks the block `task.reasoning_gym` with the package, which it imports on first use."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from recjax.grading.gym import generator, package
+
+
+def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
+    """Checks the block `task.reasoning_gym`.
+
+    Raises:
+        ValueError: an unknown generator or option, values that the generator refuses, or a template without
+            "{question}".
+    """
+    generators = package().factory.DATASETS
+    if name not in generators:
+        similar = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
+        hint = f"did you mean {similar[0]!r}? " if similar else ""
+        raise ValueError(f"task.reasoning_gym.name = {name!r}: {hint}It takes {', '.join(sorted(generators))}")
+    known = {field.name for field in dataclasses.fields(generators[name][1])} - {"seed", "size"}
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(
+                f"task.reasoning_gym.options.{option} = {value!r}: {name} takes {', '.join(sorted(known))}"
+            )
+    try:
+        generator(name, options)
+    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"task.reasoning_gym.options = {dict(options)}: {name}: {error}") from error
+    if "{question}" not in template:
+        raise ValueError(f"task.reasoning_gym.template = {template!r} must hold {{question}}")
