@@ -55,14 +55,13 @@ from recjax.tasks.grading.custom import needs_answers, with_columns
 from recjax.tasks.grading.reward import named_weights, passed_name
 from recjax.tasks.loading import load_rewards, load_task
 from recjax.tasks.problems import Problem, Task, checked_messages
-from recjax.tasks.prompts import encode_problems
+from recjax.tasks.prompts import encode_problems, prompts_of
 from recjax.training.checkpoint import steps_of
 from recjax.training.loop import Preempted
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
 from recjax.training.policies import export_checkpoint, open_policy, run_config, sampled_rows
 from recjax.training.run_folder import is_finished
-from recjax.training.sampling import prompts_of
 from recjax.training.start import STOPPED, train
 from recjax.workers import refuse_while_loading
 

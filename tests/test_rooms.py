@@ -110,7 +110,9 @@ def test_the_grader_is_a_library_of_its_own():
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     others = {module.split(".")[0] for module in modules} - sys.stdlib_module_names
-    assert others == {"recjax", "sympy", "mpmath", "reasoning_gym"}, "docs/grading.md names the packages that the grader needs"
+    assert others == {"recjax", "sympy", "mpmath", "reasoning_gym"}, (
+        "docs/grading.md names the packages that the grader needs"
+    )
 
 
 def test_the_config_imports_algorithms_and_light_tables_alone():

@@ -36,7 +36,7 @@ from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task, characters
-from recjax.tasks.prompts import Prompts
+from recjax.tasks.prompts import Prompts, prompts_of
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
@@ -48,7 +48,6 @@ from recjax.training.run_folder import (
     starts,
     stored_config,
 )
-from recjax.training.sampling import prompts_of
 from recjax.training.warm_start import FOLDER, warm_start
 
 logger = logging.getLogger(__name__)

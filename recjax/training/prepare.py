@@ -1,5 +1,7 @@
 """Reads everything that a run needs before its first step: task, policy, store, demonstrations (`Setup`)."""
 
+import functools
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,23 +20,25 @@ from recjax.experience.sources import with_initial_logprobs
 from recjax.experience.stored import Stored, check_prompts, load_stored, warn_of_other_weights
 from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.teacher_prompts import TeacherPrompts
-from recjax.files import digest, size_and_digest
+from recjax.files import digest, json_text, size_and_digest
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import MODEL_FILES, warn_beyond_context
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
-from recjax.models.trainable import in_compute_dtype, split_params
+from recjax.models.trainable import fingerprint, in_compute_dtype, split_params
 from recjax.rollout.agents import AGENT_FAILURES, Agents
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import MODEL
+from recjax.tasks.grading.reward import MODEL, MixedReward, Reward
 from recjax.tasks.loading import load_task
+from recjax.tasks.pass_rates import within_pass_rates
 from recjax.tasks.problems import Task, characters, problem_key
-from recjax.tasks.prompts import Prompts, prompts_digest
-from recjax.training.evaluation import kept_prompts
+from recjax.tasks.prompts import Prompts, prompts_digest, prompts_of
+from recjax.training.evaluation import accurate_counts
 from recjax.training.mesh import check_fits
 from recjax.training.policies import initial_policy
-from recjax.training.sampling import BatchSampler, prompts_of
+from recjax.training.run_folder import code_digests
+from recjax.training.sampling import BatchSampler
 from recjax.training.warm_start import Demonstrations, load_demonstrations
 
 logger = logging.getLogger(__name__)
@@ -241,3 +245,37 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
         shape = shape.of_rows()
         other = other.of_rows()
     return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
+
+
+def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> Prompts:
+    """The train prompts whose pass rate under the given parameters is within `task.keep.pass_rate`.
+
+    Args:
+        params: all parameters in the dtype that they compute in.
+    Raises:
+        ValueError: see `within_pass_rates`.
+    """
+    name = _rates_name(config, policy, params, train, reward)
+    counts = functools.partial(accurate_counts, config, policy, params, train, reward)
+    return within_pass_rates(config, train, name, counts)
+
+
+def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
+    """A digest of everything that determines the pass rates."""
+    rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
+    functions = []
+    for task_reward in rewards:
+        is_list = isinstance(task_reward.function, tuple)
+        functions += task_reward.function if is_list else [task_reward.function]
+    task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
+    depends_on = {
+        "accurate": "answer",  # files without this entry counted shaped rewards
+        "weights": fingerprint(params),
+        "dtype": str(policy.decoder.dtype),
+        "problems": prompts_digest(train),
+        "code": code_digests(config, functions),
+        "samples": config.task.keep.samples,
+        **config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}}),
+    }
+    content = json_text({**depends_on, "task": task}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
