@@ -38,8 +38,8 @@ from recjax.rollout.keys_values import Memory
 from recjax.training import kept_samples, learner, log, loop, start
 from recjax.training.evaluation import Evaluation
 from recjax.training.metrics import MetricsWriter
-from recjax.training.prepare import Setup
 from recjax.training.sampling import BatchSampler
+from recjax.training.setup import Setup
 from recjax.training.sources import StoreSource, source_of
 from recjax.training.update import TokenResults, TrainState
 

@@ -44,8 +44,9 @@ from recjax.planning.targets import (
 from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.prepare import Setup, warn_of_context
+from recjax.training.prepare import warn_of_context
 from recjax.training.schedule import expected_staleness
+from recjax.training.setup import Setup
 
 logger = logging.getLogger(__name__)
 

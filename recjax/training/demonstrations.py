@@ -35,9 +35,9 @@ from recjax.training import checkpoint, loop
 from recjax.training.checkpoint import Saver
 from recjax.training.learner import Learner
 from recjax.training.metrics import MetricsWriter, read_metrics, step_bar
-from recjax.training.prepare import Setup
 from recjax.training.run import Run, Source, State, Update
 from recjax.training.run_lock import NAME, RunLock
+from recjax.training.setup import Setup
 from recjax.training.update import TrainState
 from recjax.training.warm_start import FOLDER
 

@@ -22,8 +22,8 @@ from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
 from recjax.training.evaluation import Evaluation, evaluate_policy
 from recjax.training.kernel_check import check_kernels, has_kernels
 from recjax.training.policies import initial_policy, load_teacher, reference_params
-from recjax.training.prepare import Setup
 from recjax.training.run import State
+from recjax.training.setup import Setup
 from recjax.training.update import (
     TokenResults,
     TrainState,

@@ -46,9 +46,9 @@ from recjax.tasks.prompts import Prompts
 from recjax.training import schedule
 from recjax.training.learner import Learner
 from recjax.training.policies import older_params
-from recjax.training.prepare import Setup
 from recjax.training.run import Source, State
 from recjax.training.sampling import BatchSampler, LocalSampler, PolicySampler, SampledBatch
+from recjax.training.setup import Setup
 
 POLL_SECONDS = 0.5  # interval between reads of a followed store while a step waits
 LINE_SECONDS = 10.0  # interval between log lines while a step waits

@@ -40,7 +40,7 @@ from recjax.training.log import RunLog
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
 from recjax.training.policies import older_params, with_pinned, with_start
-from recjax.training.prepare import Setup, data_digests, prepare
+from recjax.training.prepare import data_digests, prepare
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, Source, State
 from recjax.training.run_folder import (
@@ -50,6 +50,7 @@ from recjax.training.run_folder import (
     record_weights,
     with_chat_date,
 )
+from recjax.training.setup import Setup
 from recjax.training.signs import Watched, look
 from recjax.training.sources import PolicySource, check_source, source_of
 from recjax.training.tracking import Trackers

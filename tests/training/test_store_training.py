@@ -35,8 +35,9 @@ from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
 from recjax.training import checkpoint, regrading, sources
 from recjax.training.metrics import batch_metrics, read_metrics
-from recjax.training.prepare import Setup, batch_shape, prepare
+from recjax.training.prepare import prepare
 from recjax.training.run import State
+from recjax.training.setup import Setup, batch_shape
 from tests.closeness import assert_close, assert_same_gradient
 from tests.experience.rows import append, append_columns, columns_of, make_row, read, read_columns, text_row
 from tests.training.counting import CountingLearner, count, killed
