@@ -31,6 +31,19 @@ logger = logging.getLogger(__name__)
 _PASS_RATES = 2**31 - 1  # stands for the step in the random keys of pass rates
 
 
+class HeldOut(NamedTuple):
+    """What a run is evaluated on, and with.
+
+    prompts: the held-out prompts.
+    grading: open grading pool.
+    agents: open agents; None if the config names none.
+    """
+
+    prompts: Prompts
+    grading: Grading
+    agents: Agents | None = None
+
+
 class AnsweredPart(NamedTuple):
     """Consecutive problems with all of their graded completions; `first` is the index of the first problem.
 
