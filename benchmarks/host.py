@@ -40,7 +40,8 @@ from recjax.training import kept_samples, learner, log, loop, start
 from recjax.training.evaluation import Evaluation, HeldOut
 from recjax.training.metrics import MetricsWriter
 from recjax.training.sampling import BatchSampler
-from recjax.training.sources import StoreSource, source_of
+from recjax.training.sources import source_of
+from recjax.training.store_source import StoreSource
 from recjax.training.update import TokenResults, TrainState
 
 CONFIG = """

@@ -21,8 +21,8 @@ CENTRAL = [
     f"recjax.{name}"
     for name in (
         "algorithms.losses algorithms.ratios algorithms.advantages experience.group experience.batch experience.layout"
-        " experience.queue experience.sources rollout.decoding rollout.engine training.loop training.run"
-        " training.sources training.learner training.update"
+        " experience.queue experience.missing_logprobs rollout.decoding rollout.engine training.loop training.run"
+        " training.policy_source training.store_source training.learner training.update"
     ).split()
 ]
 

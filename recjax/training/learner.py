@@ -111,9 +111,8 @@ class Learner:
     def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
         """The micro-batches of an update; see `choose_layout`."""
         recipe = self._recipe
-        return choose_layout(
-            self._config, recipe.algorithm, recipe.decoder, batch, rows, doublings, teacher=recipe.teacher
-        )
+        config = self._config
+        return choose_layout(config, recipe.algorithm, recipe.decoder, batch, rows, doublings, teacher=recipe.teacher)
 
     def proximal_logprobs(
         self, trained: TrainState, batch: Batch, layouts: Iterable[Layout]

@@ -11,9 +11,9 @@ from recjax import hosts
 from recjax.clocks import PhaseSeconds
 from recjax.config import Config, TrainingConfig
 from recjax.console import under_way
+from recjax.experience.missing_logprobs import with_initial_logprobs
 from recjax.experience.packing import shape_for
 from recjax.experience.replay import judge_of
-from recjax.experience.sources import with_initial_logprobs
 from recjax.experience.stored import Stored, check_prompts, load_stored, warn_of_other_weights
 from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.teacher_prompts import TeacherPrompts

@@ -15,9 +15,9 @@ from recjax.clocks import PhaseSeconds
 from recjax.config import Config
 from recjax.experience.batch import Shape
 from recjax.experience.group import Grade, Group
+from recjax.experience.missing_logprobs import with_logprobs
 from recjax.experience.queue import ToCome
 from recjax.experience.records import Record, records_of
-from recjax.experience.sources import with_logprobs
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.drift import drifted

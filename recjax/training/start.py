@@ -48,6 +48,7 @@ from recjax.training.policies import (
     with_pinned,
     with_start,
 )
+from recjax.training.policy_source import PolicySource
 from recjax.training.prepare import data_digests, prepare
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, Source, State
@@ -60,7 +61,7 @@ from recjax.training.run_folder import (
 )
 from recjax.training.setup import Setup
 from recjax.training.signs import Watched, look
-from recjax.training.sources import PolicySource, check_source, source_of
+from recjax.training.sources import check_source, source_of
 from recjax.training.tracking import Trackers
 from recjax.training.update import TrainState
 from recjax.workers import cores

@@ -3,7 +3,7 @@
 import pytest
 
 from recjax.config import load_config
-from recjax.rollout.generators import keep_ray_on_loopback
+from recjax.training.generators import keep_ray_on_loopback
 from tests import commands
 from tests.training.tiny_run import TINY
 

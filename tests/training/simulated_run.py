@@ -13,10 +13,10 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward
 from recjax.training import loop
 from recjax.training.log import queue_metrics
+from recjax.training.policy_source import PolicySource
 from recjax.training.run import Run, Source, State, Update
 from recjax.training.sampling import LocalSampler
 from recjax.training.setup import Setup
-from recjax.training.sources import PolicySource
 from recjax.training.update import TrainState
 from tests.training.counting import CountingLearner
 

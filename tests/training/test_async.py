@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from recjax.config import RegimeConfig
-from recjax.rollout import generators
-from recjax.rollout.generators import Generators
+from recjax.training import generators
+from recjax.training.generators import Generators
 from recjax.training.metrics import read_metrics
 from tests.commands import Command
 from tests.experience.rows import read_columns, same
