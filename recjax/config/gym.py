@@ -5,17 +5,22 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from recjax.grading.gym import generator, package
+from recjax.grading.gym import generator
 
 
 def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
     """Checks the block `task.reasoning_gym`.
 
     Raises:
-        ValueError: an unknown generator or option, values that the generator refuses, or a template without
+        ValueError: no package, an unknown generator or option, values that the generator refuses, or a template without
             "{question}".
     """
-    generators = package().factory.DATASETS
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        install = 'pip install -e ".[reasoning_gym]"'
+        raise ValueError(f"task.reasoning_gym needs a package: {install} ({error})") from error
+    generators = reasoning_gym.factory.DATASETS
     if name not in generators:
         similar = difflib.get_close_matches(name, generators, n=1, cutoff=0.5)
         hint = f"did you mean {similar[0]!r}? " if similar else ""

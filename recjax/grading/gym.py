@@ -11,32 +11,19 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 from recjax.grading.thinking import after_thoughts
 
 
-def package() -> ModuleType:
-    """Imports reasoning_gym and returns it.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        install = 'pip install -e ".[reasoning_gym]"'
-        raise ValueError(f"task.reasoning_gym needs a package: {install} ({error})") from error
-    return reasoning_gym
-
-
 def generator(name: str, options: Mapping[str, Any], **size_and_seed: int) -> Any:
     """Makes a generator of the package with its options: a data set of problems."""
+    import reasoning_gym
+
     if name == "composite" and isinstance(options.get("datasets"), list):
-        specification = sys.modules[package().factory.DATASETS[name][1].__module__].DatasetSpec
+        specification = sys.modules[reasoning_gym.factory.DATASETS[name][1].__module__].DatasetSpec
         options = {"datasets": [specification(**member) for member in options["datasets"]]}
-    return package().create_dataset(name, **options, **size_and_seed)
+    return reasoning_gym.create_dataset(name, **options, **size_and_seed)
 
 
 def generated_entries(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
