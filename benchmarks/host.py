@@ -31,16 +31,17 @@ from recjax.algorithms.losses import TokenTerms
 from recjax.config import Config, load_config
 from recjax.experience.group import Grade
 from recjax.experience.layout import Layout
+from recjax.hub.policy import Policy
 from recjax.models.decoder import Decoder
 from recjax.rollout import collecting, decoding
 from recjax.rollout.decoding import Decoded, RoundOptions, SlotState
 from recjax.rollout.keys_values import Memory
 from recjax.training import kept_samples, learner, log, loop, start
-from recjax.training.evaluation import Evaluation
+from recjax.training.evaluation import Evaluation, HeldOut
 from recjax.training.metrics import MetricsWriter
-from recjax.training.prepare import Setup
 from recjax.training.sampling import BatchSampler
-from recjax.training.sources import StoreSource, source_of
+from recjax.training.sources import source_of
+from recjax.training.store_source import StoreSource
 from recjax.training.update import TokenResults, TrainState
 
 CONFIG = """
@@ -208,9 +209,10 @@ class Idle(learner.Learner):
         """A policy of one number."""
         return policy, {"step": np.zeros(1, np.float32)}
 
-    def begin(self, setup: Setup, params: dict) -> TrainState:
+    def begin(self, config: Config, policy: Policy, params: dict, held_out: HeldOut, **others: Any) -> TrainState:
         """A state without an optimizer."""
-        self._setup = setup
+        self._config = config
+        self._decoder = policy.decoder
         return TrainState(params, ())
 
     def behavior_params(self, state: Any, copy: bool = False) -> dict:
@@ -219,9 +221,8 @@ class Idle(learner.Learner):
 
     def layout(self, batch: Any, rows: Any, doublings: int | None) -> Layout:
         """The layout of a compiled update."""
-        config = self._setup.config
-        algorithm = config.algorithm.build()
-        return learner.choose_layout(config, algorithm, self._setup.policy.decoder, batch, rows, doublings)
+        algorithm = self._config.algorithm.build()
+        return learner.choose_layout(self._config, algorithm, self._decoder, batch, rows, doublings)
 
     def update(self, trained: TrainState, batch: Any, layout: Layout, step: int, *_: Any) -> tuple:
         """The same state, and numbers."""

@@ -30,9 +30,9 @@ from benchmarks.run import machine
 from recjax.config import Config, load_config
 from recjax.console import progress_bar
 from recjax.experience.batch import pad
+from recjax.experience.drawing import groups_at
 from recjax.experience.foreign import Columns
 from recjax.experience.group import Completion, Grade, Group, Row
-from recjax.experience.sources import groups_at
 from recjax.experience.store import Record, Store  # both from here, as other checkouts have no file of records
 from recjax.experience.stored import load_stored
 from recjax.experience.tokenize import tokenizer_name

@@ -41,8 +41,8 @@ from recjax.errors import UserError
 from recjax.examples import config_file
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
+from recjax.experience.missing_logprobs import with_logprobs
 from recjax.experience.records import Record
-from recjax.experience.sources import with_logprobs
 from recjax.experience.tokenize import tokenized
 from recjax.files import digest
 from recjax.hub.tokenizers import stop_token_ids
@@ -50,21 +50,20 @@ from recjax.models.placement import row_shards
 from recjax.models.sampling import Sampling
 from recjax.planning.dry_run import warn_of_memory
 from recjax.rollout.collecting import row_keys, sample_groups
-from recjax.rollout.generators import require_ray
 from recjax.rollout.plan import power_of_two
 from recjax.tasks.files import file_problems, keep_rows, rows_file
 from recjax.tasks.grading.custom import needs_answers, with_columns
 from recjax.tasks.grading.reward import named_weights, passed_name
 from recjax.tasks.loading import load_rewards, load_task
 from recjax.tasks.problems import Problem, Task, checked_messages
-from recjax.tasks.prompts import encode_problems
+from recjax.tasks.prompts import encode_problems, prompts_of
 from recjax.training.checkpoint import steps_of
+from recjax.training.generators import require_ray
 from recjax.training.loop import Preempted
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import read_metrics
 from recjax.training.policies import export_checkpoint, open_policy, run_config, sampled_rows
 from recjax.training.run_folder import is_finished
-from recjax.training.sampling import prompts_of
 from recjax.training.start import STOPPED, train
 from recjax.workers import refuse_while_loading
 

@@ -32,13 +32,12 @@ from recjax.models.trainable import fingerprint
 from recjax.plots.samples import draw_evaluation
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
-from recjax.tasks.prompts import encode_problems
+from recjax.tasks.prompts import encode_problems, without_long_prompts
 from recjax.training.evaluation import warn_of_ungraded
 from recjax.training.mesh import make_mesh
 from recjax.training.policies import OpenedPolicy, open_policy, sampled_rows
 from recjax.training.prepare import check_problems
 from recjax.training.run_folder import check_processes, differences
-from recjax.training.sampling import without_long_prompts
 
 FLAGS = flags.FLAGS
 

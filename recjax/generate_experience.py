@@ -26,6 +26,7 @@ from absl import flags
 from recjax import hosts
 from recjax.algorithms.options import require
 from recjax.cache import keep_compiled_programs
+from recjax.clocks import PhaseSeconds
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
 from recjax.errors import UserError
@@ -47,13 +48,13 @@ from recjax.tasks.grading.custom import Answered
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import characters
-from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems, prompts_digest
+from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems, prompts_digest, without_long_prompts
 from recjax.training.mesh import make_mesh
-from recjax.training.metrics import PhaseSeconds, step_bar
+from recjax.training.metrics import step_bar
 from recjax.training.policies import for_sampling, open_policy, run_config, with_start
 from recjax.training.prepare import check_problems, prepare, untrained
 from recjax.training.run_folder import check_processes, code_digests
-from recjax.training.sampling import BatchSampler, without_long_prompts
+from recjax.training.sampling import BatchSampler
 
 FLAGS = flags.FLAGS
 

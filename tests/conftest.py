@@ -43,6 +43,7 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 import transformers  # noqa: E402, F401  (before `recjax.run`, which would hide torch from tests of its models)
 
+import tests.commands  # noqa: E402
 import tests.marks  # noqa: E402
 import tests.shape_checking  # noqa: E402
 
@@ -192,3 +193,43 @@ def ended():
     for process in everything:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function from (folder name, overrides) to a config of the tiny run."""
+    from recjax.config import load_config
+    from tests.training.tiny_run import TINY
+
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load_config(path, [f"output={tmp_path / name}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def prompt_generators():
+    """Generators of asynchronous runs with as much of the processor as others.
+
+    Ray gives them the lowest priority, at which they wait for all other tests.
+    """
+    from recjax.training.generators import keep_ray_on_loopback
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_worker_niceness", "0")
+        patched.setenv("PYTHONPATH", str(tests.commands.ROOT))  # generators of a cluster import the tests' functions
+        keep_ray_on_loopback()  # before a test imports Ray; for good, as the module stays imported
+        yield
+
+
+@pytest.fixture
+def db(tmp_path):
+    """The file of a store that does not exist yet."""
+    return tmp_path / "s.db"
+
+
+@pytest.fixture(params=["SQLite", *tests.marks.slow("PostgreSQL")])
+def place(request, tmp_path):
+    """The file or URL of a store that does not exist yet."""
+    if request.param == "SQLite":
+        return tmp_path / "s.db"
+    return request.getfixturevalue("database_url")()

@@ -14,8 +14,8 @@ from recjax.planning.engine_checks import FAIL, NOTE, PASS, EngineCheck, check_c
 from recjax.rollout import dialects
 from recjax.serve import pushed_reader
 from recjax.serving.guards import Guarded
+from recjax.training.engine_sampler import EngineSampler
 from recjax.training.policies import OpenedPolicy
-from recjax.training.sources import EngineSampler
 from tests.marks import slow_except
 from tests.serving.some_server import LIMITS, listening
 from tests.test_remote_experience import config, fake, policy_of

@@ -22,6 +22,7 @@ import pandas as pd
 from absl import flags
 
 from experiments.claims.map import collected
+from experiments.claims.names import NAMES
 from experiments.claims.real_model import claims_text, draw_bands
 from experiments.claims.verdicts import NARROW, WIDE, Claim, compare, gain, mean_over_steps
 from recjax.analysis.collect import axes_of, collect, without_other_metrics
@@ -176,8 +177,6 @@ def without_old_checkpoints(runs: list[SweepRun]) -> Iterator[None]:
 @command
 def main(argv: list[str]) -> None:
     """Makes runs until the minutes are over, then writes the table and the figure and prints the verdicts."""
-    from experiments.claims.page import NAMES  # the page's command has flags of its own
-
     runs = read_sweep(HERE / "accelerator.yaml", extra=argv[1:])[1]
     base = read_sweep(HERE / "accelerator.yaml")[0]
     path = Path(FLAGS.table)

@@ -19,6 +19,7 @@ from experiments.claims import accelerator, map_page, real_model
 from experiments.claims.in_text import fill_in
 from experiments.claims.map import collect_folders
 from experiments.claims.markdown import markdown_table
+from experiments.claims.names import NAMES
 from experiments.claims.staleness import (
     INTERVALS,
     accuracy_by_interval,
@@ -48,26 +49,6 @@ TABLES = {
 REAL_MODEL = ("smollm2", "chains")  # tables of SmolLM2's runs: its main task, and a harder one
 PEER = HERE / "peer.parquet"
 DOCS = HERE.parent.parent / "docs"
-NAMES = {
-    "reinforce": "REINFORCE",
-    "grpo": "GRPO",
-    "grpo_5x_rate": "GRPO, 5× the rate",
-    "rec_one_side_is": "REC-OneSide-IS",
-    "rec_one_side_nois": "REC-OneSide-NoIS",
-    "rec_one_side_nois_wide": "REC-OneSide-NoIS (0.6, 2.0)",
-    "rec_two_side_is": "REC-TwoSide-IS",
-    "rec_two_side_nois": "REC-TwoSide-NoIS",
-    "rec_ring_is": "REC-Ring-IS",
-    "rec_ring_nois": "REC-Ring-NoIS",
-    "opmd": "OPMD",
-    "asymre": "AsymRE",
-    "red_drop": "RED-Drop",
-    "red_weight": "RED-Weight",
-    "on_policy": "on-policy",
-    "interval_20": "sync_interval 20",
-    "offset_10": "sync_offset 10",
-    "offline": "offline",
-}
 FRESH_AND_STALE = {  # lines of the README's figure: algorithm and regime, both of the map at RATE
     "fresh samples": ("rec_one_side_nois", "on_policy"),
     "stale, clipped": ("rec_one_side_nois", "interval_20"),

@@ -311,9 +311,7 @@ class OptimizerConfig(ConfigBlock):
     )
     beta1: Float = key(0.9, "Decay of the gradients' mean", note=_NOTE_ADAMW, ge=0, lt=1)
     beta2: Float = key(0.999, "Decay of the squared gradients' mean", note=_NOTE_ADAMW, ge=0, lt=1)
-    epsilon: Float = key(
-        1e-8, "Added to the square root of the squared gradients' mean", note=_NOTE_ADAMW, gt=0, le=1
-    )
+    epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", note=_NOTE_ADAMW, gt=0, le=1)
     state: Literal["run", "new"] = key(
         "run",
         "Optimizer state before the first step with model.run: that run's state, or a new one",

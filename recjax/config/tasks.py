@@ -22,10 +22,11 @@ from recjax.config.fields import (
     spelled,
     value_of,
 )
+from recjax.config.gym import check_gym
 from recjax.config.model import POLICY
+from recjax.config.parts import OVERLONG, ROWS, TURNS
 from recjax.errors import UserError
-from recjax.tasks.grading.graders import GRADERS, OVERLONG, ROWS, TURNS
-from recjax.tasks.grading.gym import check_gym
+from recjax.grading.graders import GRADERS
 
 if TYPE_CHECKING:
     from recjax.config.schema import Config

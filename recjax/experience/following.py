@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from recjax.config import Config
 from recjax.errors import UserError
 from recjax.experience.database import Unavailable, exists, store_name
+from recjax.experience.missing_logprobs import problem_with_sampling
 from recjax.experience.queue import Arrival
 from recjax.experience.records import Record
-from recjax.experience.sources import problem_with_sampling
 from recjax.experience.store import Last, Store
 from recjax.experience.stored import as_trained
 from recjax.experience.tokenize import tokenized

@@ -11,8 +11,8 @@ from recjax.config import Config, TaskConfig
 from recjax.errors import UserError
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
+from recjax.experience.missing_logprobs import check_logprobs, check_top_tokens
 from recjax.experience.records import signed_hash
-from recjax.experience.sources import check_logprobs, check_top_tokens
 from recjax.experience.stored_groups import StoredGroups, content_of, load_groups
 from recjax.hub.policy import Policy
 from recjax.tasks.grading.reward import LENGTH, MixedReward, Reward, is_accurate, part_weights

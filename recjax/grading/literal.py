@@ -174,7 +174,7 @@ def _as_words(truth: str, answer: str) -> bool | None:
         longest = max(map(len, words))
         if longest < 2 or (len(words) > 1 and longest < 3 and re.search("[,-]", bare)):
             return None
-        if len(words) == 1 and (longest == 2 and bare.casefold() not in _SHORT_WORDS or set(bare) <= set("uvwxyz")):
+        if len(words) == 1 and ((longest == 2 and bare.casefold() not in _SHORT_WORDS) or set(bare) <= set("uvwxyz")):
             return None
         if len(words) == 1 and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", answer)):
             return None  # abc may be the product a·b·c, but cat is not act

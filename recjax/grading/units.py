@@ -148,7 +148,7 @@ def _tables() -> tuple[dict[str, tuple[Unit, ...]], dict[str, tuple[Unit, ...]]]
             add(scaled, (long + name for name in others))
     lowercase: dict[str, tuple[Unit, ...]] = {}
     for name, readings in table.items():
-        if name == name.casefold() or (len(name) > 1 and name[0] in "HkMGcem" or name[1:] in ("L", "B")):
+        if name == name.casefold() or ((len(name) > 1 and name[0] in "HkMGcem") or name[1:] in ("L", "B")):
             lowercase[name.casefold()] = (*lowercase.get(name.casefold(), ()), *readings)
     return table, lowercase
 

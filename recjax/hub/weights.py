@@ -524,7 +524,7 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
         fields = dict(json.loads(file.read_text(encoding="utf-8-sig")))
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(file, f"is no adapter config ({error})", "fetch the file again") from error
-    fixed = {name: (None, False) for name in fields.keys() - _ADAPTER_FIELDS} | _ADAPTER_FIXED
+    fixed = dict.fromkeys(fields.keys() - _ADAPTER_FIELDS, (None, False)) | _ADAPTER_FIXED
     for name, values in fixed.items():
         value = fields.get(name, values[0])
         if name == "target_parameters":

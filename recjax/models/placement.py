@@ -8,9 +8,7 @@ Without a mesh, everything lies on one device and these functions have no effect
 import functools
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -182,50 +180,6 @@ def on_host(tree: Any) -> Any:
     """Arrays as NumPy arrays, whole on every process."""
     is_local = all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
     return jax.device_get(tree if is_local else _whole(tree))
-
-
-class DeviceClock:
-    """Seconds in which this process's devices had nothing to compute, because the host had not called a program yet.
-
-    Devices run programs in the order of their calls, so they are idle from the end of the program that was called last
-    until the host calls the next one. A call includes the compilation of its program.
-
-    Attributes:
-        idle_seconds: the seconds so far.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter):
-        """Takes the function that returns seconds."""
-        self.idle_seconds = 0.0
-        self._now = now
-        self._ended: float | Future[float] | None = None  # None: not known
-        self._waiter = ThreadPoolExecutor(1, "device clock")
-
-    def call(self) -> None:
-        """Tells the clock that the host is about to call a program."""
-        ended = self._ended
-        self._ended = None
-        if isinstance(ended, Future):
-            ended = ended.result() if ended.done() else None  # None: the device still computes
-        if ended is not None:
-            self.idle_seconds += self._now() - ended
-
-    def wait_for(self, result: Any) -> "Future[float]":
-        """Takes the arrays of the program that was called last; a thread waits for them, and the host does not."""
-
-        def wait() -> float:
-            jax.block_until_ready(result)
-            return self._now()
-
-        self._ended = self._waiter.submit(wait)
-        return self._ended
-
-    def end(self) -> None:
-        """Tells the clock that all programs have ended, since the host has the results of the last one.
-
-        What the host did before, such as an evaluation, does not count.
-        """
-        self._ended = self._now()
 
 
 def params_on_host(tree: Any) -> Any:

@@ -3,18 +3,38 @@
 import dataclasses
 import hashlib
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 from jax.typing import ArrayLike
 
-from recjax.config import LoraConfig, ModelConfig
 from recjax.errors import UserError
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, DecoderConfig, Lora
 from recjax.models.placement import constrain_params
+
+
+@runtime_checkable
+class Adapters(Protocol):
+    """Options of low-rank adapters: their rank, their scale `alpha / rank`, and the projections that have them."""
+
+    rank: int
+    alpha: float
+    targets: Sequence[str]
+
+
+@runtime_checkable
+class Trained(Protocol):
+    """Options that say what is trained: only adapters if there are any, else all parameters that no pattern freezes."""
+
+    @property
+    def lora(self) -> Adapters | None: ...
+
+    @property
+    def freeze(self) -> Sequence[str]: ...
 
 
 def is_adapter(path: str) -> bool:
@@ -22,7 +42,7 @@ def is_adapter(path: str) -> bool:
     return "_lora_" in path
 
 
-def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
+def adapted(config: DecoderConfig, lora: Adapters) -> DecoderConfig:
     """The decoder's config with adapters on its projections.
 
     Raises:
@@ -33,7 +53,7 @@ def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
 
-def with_adapters(decoder: Decoder, params: dict, config: LoraConfig, key: jax.Array) -> tuple[Decoder, dict]:
+def with_adapters(decoder: Decoder, params: dict, config: Adapters, key: jax.Array) -> tuple[Decoder, dict]:
     """The decoder and its parameters with new adapters, which change no output yet: A is random, B zero."""
     decoder = decoder.clone(config=adapted(decoder.config, config))
     leaves = flatten(abstract_params(decoder.config))
@@ -58,7 +78,7 @@ def merged(config: DecoderConfig, params: dict) -> dict:
     return unflatten(base_leaves)
 
 
-def split_params(params: dict, config: ModelConfig) -> tuple[dict, dict]:
+def split_params(params: dict, config: Trained) -> tuple[dict, dict]:
     """The trained parameters and the frozen parameters.
 
     Raises:

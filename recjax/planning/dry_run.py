@@ -45,8 +45,9 @@ from recjax.planning.targets import (
 from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.prepare import Setup, warn_of_context
+from recjax.training.prepare import warn_of_context
 from recjax.training.schedule import expected_staleness
+from recjax.training.setup import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     staleness = []
     if regime.mode == "async":
         notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
-    if experience and (folder := experience.store or experience.mix and experience.mix.store):
+    if experience and (folder := experience.store or (experience.mix and experience.mix.store)):
         notes.append(f"sizes of the groups in {folder}; the sizes above are those of sampled groups")
         if not experience.follow and "://" not in folder and not Path(folder).expanduser().exists():
             result.missing.append(f"{folder} is not an experience store (no such file); {MAKE}")

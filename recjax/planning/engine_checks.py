@@ -26,9 +26,9 @@ from recjax.rollout.requests import Sampled
 from recjax.rollout.server import UnusableError
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
+from recjax.training.engine_sampler import EngineSampler
 from recjax.training.policies import OpenedPolicy
 from recjax.training.sampling import BatchSampler
-from recjax.training.sources import EngineSampler
 
 PASS = "PASS"
 NOTE = "note"  # training stays exact

@@ -35,9 +35,9 @@ from recjax.planning.sampling import Executable, SamplingPlan, sampling_executab
 from recjax.planning.targets import Target
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task, characters
+from recjax.tasks.prompts import prompts_of
 from recjax.training.mesh import check_fits, make_mesh
 from recjax.training.policies import check_teacher, teacher_decoder, teacher_shape, with_start
-from recjax.training.sampling import prompts_of
 from recjax.training.schedule import outlives_updates
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 

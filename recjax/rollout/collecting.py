@@ -13,10 +13,11 @@ import numpy as np
 from jaxtyping import Array, Key, UInt32
 
 from recjax import hosts
+from recjax.clocks import DeviceClock
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import decode_each_after
-from recjax.models.placement import DeviceClock, laid_out_by_rules, on_host
+from recjax.models.placement import laid_out_by_rules, on_host
 from recjax.models.sampling import Sampling
 from recjax.rollout.device import CompilingDevice
 from recjax.rollout.engine import Engine

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from recjax.clocks import DeviceClock
 from recjax.models.decoder import Decoder
 from recjax.models.experts import unrecorded
-from recjax.models.placement import DeviceClock, moved_params
+from recjax.models.placement import moved_params
 from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 from recjax.models.unrolling import made_for_sampling
 from recjax.rollout import decoding, plan

@@ -192,7 +192,7 @@ def _told(before: str | list[dict[str, Any]], observation: Any) -> str | list[di
     Raises:
         UserError: the observation is neither a text nor messages, or there are messages after a text.
     """
-    if observation is None or isinstance(observation, str) and not observation:
+    if observation is None or (isinstance(observation, str) and not observation):
         return before
     if isinstance(before, str):
         if not isinstance(observation, str):

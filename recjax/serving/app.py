@@ -251,7 +251,7 @@ async def _body(request: Request) -> Any:
     except UnicodeError:
         raise Refused(400, "the body must be UTF-8, without half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body must be JSON ({type(error).__name__}: {str(error):.200})") from None
+        raise Refused(400, f"the body must be JSON ({type(error).__name__}: {error!s:.200})") from None
     inner = [[values]]
     for _ in range(_DEEPEST + 1):
         each_value = (value for each in inner for value in (each.values() if isinstance(each, dict) else each))

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recjax.config import ReasoningGymTask
+from recjax.config.gym import check_gym
 from recjax.errors import UserError
-from recjax.tasks.grading.gym import check_gym, generated_entries
+from recjax.grading.gym import generated_entries
 from recjax.tasks.problems import Problem, chat
 from recjax.workers import CallFailed, Workers
 

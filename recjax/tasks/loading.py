@@ -18,11 +18,11 @@ import numpy as np
 from recjax.algorithms.options import require
 from recjax.config import Config, GradingConfig, MixedTask, OneTask
 from recjax.errors import UserError
+from recjax.grading.graders import GRADERS
 from recjax.tasks import gym, mathematics, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
 from recjax.tasks.grading.custom import Answered, known_parts, needs_answers, with_columns
-from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.grading.reward import (
     LENGTH,
     OVERLONG,
@@ -149,7 +149,7 @@ def _reward(config: Config, task: OneTask, function: Callable | None) -> Reward:
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require(task.reward_seconds is None, "task.reward_seconds", task.reward_seconds, remedy)
         require(task.reward_retries == 0, "task.reward_retries", task.reward_retries, remedy)
-    answer = task.file and task.file.answer_column or "answer"
+    answer = (task.file and task.file.answer_column) or "answer"
     return reward._replace(seconds=task.reward_seconds, retries=task.reward_retries, answer=answer)
 
 
@@ -238,7 +238,7 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
             reward.function([""] * len(answers), answers, answers)
         except UserError as error:
             remedy = "correct the answer, or name another task.reward"
-            raise UserError("task.reward", f"{str(error):.300}", remedy, value=reward.name) from error
+            raise UserError("task.reward", f"{error!s:.300}", remedy, value=reward.name) from error
 
 
 def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:

@@ -11,11 +11,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax import hosts
-from recjax.config import Config
+from recjax.config import Config, RolloutConfig
 from recjax.errors import UserError
 from recjax.hub.chat_rendering import reads_variable, render_chats
+from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import encode_prompts
-from recjax.tasks.problems import REASONING_KEYS, Problem, check_last_message
+from recjax.tasks.loading import require_enough
+from recjax.tasks.problems import REASONING_KEYS, Problem, Task, check_last_message
 from recjax.tasks.toolace import CONVERSATION
 
 logger = logging.getLogger(__name__)
@@ -222,3 +224,42 @@ def curriculum_chances(rates: np.ndarray, uniform: float) -> np.ndarray:
     # A floor keeps enough problems drawable for a batch without repeats.
     chances = uniform * equal_chances + (1 - uniform) * learnable / learnable.sum() + 1e-12
     return chances / chances.sum()
+
+
+def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
+    """The task's training and evaluation prompts, encoded to one width; does not load the reward.
+
+    Raises:
+        UserError: see `without_long_prompts`; also a prompt that cannot be encoded.
+    """
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    if task.reward:
+        require_enough(task.train, config, "raise rollout.max_prompt_tokens")
+    problems = [*task.train, *task.evaluation]
+    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
+    train = everything.take(np.arange(len(task.train)))
+    return train, everything.take(np.arange(len(task.train), len(problems)))
+
+
+def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
+    """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
+
+    Raises:
+        UserError: too few problems remain.
+    """
+    if rollout.long_prompts == "refuse":
+        return task
+    train, evaluation = (
+        fitting(problems, tokenizer, rollout.max_prompt_tokens) for problems in (task.train, task.evaluation)
+    )
+    dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
+    limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
+    if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
+        raise UserError(
+            limit,
+            f"only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
+            f" {len(task.evaluation)} held-out problems fit, too few",
+            "raise it",
+        )
+    logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
+    return task._replace(train=train, evaluation=evaluation)

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from recjax import files, hosts
 from recjax.algorithms.options import did_you_mean
 from recjax.cache import cache_folder
+from recjax.clocks import PhaseSeconds
 from recjax.config import Config, TrainingConfig
 from recjax.errors import UserError
 from recjax.experience.queue import from_plain, to_plain
@@ -26,7 +27,7 @@ from recjax.experience.records import groups_from_bytes, groups_to_bytes
 from recjax.files import short_error
 from recjax.models.placement import on_host, put_rows
 from recjax.training.literal_path import LiteralPath
-from recjax.training.metrics import MetricsWriter, PhaseSeconds, read_metrics
+from recjax.training.metrics import MetricsWriter, read_metrics
 from recjax.training.run import State
 from recjax.training.run_lock import RunLock
 from recjax.training.update import Averaged, TrainState

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Bool
 
+from recjax.clocks import PhaseSeconds
 from recjax.config import (
     AlgorithmConfig,
     Config,
@@ -32,11 +33,12 @@ from recjax.models.trainable import combine, split_params
 from recjax.tasks.prompts import batch_indices
 from recjax.training import checkpoint, loop
 from recjax.training.checkpoint import Saver
+from recjax.training.evaluation import HeldOut
 from recjax.training.learner import Learner
-from recjax.training.metrics import MetricsWriter, PhaseSeconds, read_metrics, step_bar
-from recjax.training.prepare import Setup
+from recjax.training.metrics import MetricsWriter, read_metrics, step_bar
 from recjax.training.run import Run, Source, State, Update
 from recjax.training.run_lock import NAME, RunLock
+from recjax.training.setup import Demonstrations, Setup
 from recjax.training.update import TrainState
 from recjax.training.warm_start import FOLDER
 
@@ -62,13 +64,16 @@ def train_on_demonstrations(
     """
     config = _stage_config(setup.config)
     folder = Path(config.output)
-    learner = _SupervisedLearner()
+    learner = _SupervisedLearner(setup.demonstrations)
+    held_out = HeldOut(setup.held_out, setup.grading, setup.agents)
     constant = split_params(params, config.model)[1]
     checkpoint.set_damaged_aside(folder / "checkpoints")
     with contextlib.closing(checkpoint.open_checkpoints(folder / "checkpoints")) as manager:
         first = manager.latest_step()
         stage = setup._replace(config=config)
-        state = State(0, learner.begin(stage, params), None, 0, Queue(), {}, {"data": data, "tokens": 0})
+        trained = learner.begin(config, setup.policy, params, held_out)
+        state = State(0, trained, None, 0, Queue(), {}, {"data": data, "tokens": 0})
+        del trained
         del params
         if first is not None:
             checkpoint.check_data(setup.config, first, data, folder)
@@ -137,19 +142,22 @@ class _Demonstrations(Source):
 class _SupervisedLearner(Learner):
     """Evaluates the loss on the held-out demonstrations instead of sampled answers."""
 
+    def __init__(self, demonstrations: Demonstrations):
+        self._demonstrations = demonstrations
+
     def kept(self, trained: TrainState, step: int) -> TrainState:
         """The last checkpoint is three times smaller, since no step follows that needs an optimizer state."""
-        return trained._replace(optimizer_state=()) if step == self._setup.config.training.steps else trained
+        return trained._replace(optimizer_state=()) if step == self._config.training.steps else trained
 
     def update(self, trained: TrainState, batch: Batch, layout: Layout, step: int, *options: Any) -> tuple:
         trained, *measured = super().update(trained, batch, layout, step, *options)
         return self.kept(trained, step), *measured
 
     def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
-        return packed_layout(self._recipe.decoder, batch, self._setup.config.training.tokens_per_micro_batch)
+        return packed_layout(self._recipe.decoder, batch, self._config.training.tokens_per_micro_batch)
 
     def evaluate(self, state: State) -> dict[str, float]:
-        shown = self._setup.demonstrations
+        shown = self._demonstrations
         total = 0.0
         tokens = 0
         size = shown.shape.prompts
@@ -157,7 +165,7 @@ class _SupervisedLearner(Learner):
         for start in range(0, len(shown.held_out), size):
             batch = pad(shown.held_out[start : start + size], shown.shape, logprobs=False)
             recipe = self._recipe
-            logprobs = score(self._setup.policy.decoder, params, batch, recipe.sampling, recipe.chunk)
+            logprobs = score(self._policy.decoder, params, batch, recipe.sampling, recipe.chunk)
             total -= logprobs[batch.completion_mask].sum(dtype=np.float64).item()
             tokens += int(batch.completion_mask.sum())
         return {"held_out_loss": total / tokens} if tokens else {}

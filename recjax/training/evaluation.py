@@ -1,11 +1,9 @@
 """Accuracy of sampled completions on held-out problems."""
 
 import contextlib
-import hashlib
-import json
 import logging
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +12,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Array, Key
 
-from recjax import hosts
-from recjax.cache import cache_folder
 from recjax.config import Config, EvaluationConfig
-from recjax.console import progress_bar
 from recjax.errors import UserError
 from recjax.experience.batch import answered_shape, pad
 from recjax.experience.group import Group, with_grades
@@ -25,19 +20,29 @@ from recjax.experience.layout import freely_routed, score
 from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.models.sampling import NOTHING_RECORDED
-from recjax.models.trainable import fingerprint
 from recjax.rollout.agents import AGENT_FAILURES, MISTAKES, Agents
 from recjax.rollout.collecting import row_keys, sample_groups, submit
 from recjax.tasks.grading.pool import FAILURES, NO_REWARD, Grading
 from recjax.tasks.grading.reward import MixedReward, Reward
-from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import question_of
-from recjax.tasks.prompts import Prompts, prompts_digest
-from recjax.training.run_folder import code_digests
+from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
 _PASS_RATES = 2**31 - 1  # stands for the step in the random keys of pass rates
+
+
+class HeldOut(NamedTuple):
+    """What a run is evaluated on, and with.
+
+    prompts: the held-out prompts.
+    grading: open grading pool.
+    agents: open agents; None if the config names none.
+    """
+
+    prompts: Prompts
+    grading: Grading
+    agents: Agents | None = None
 
 
 class AnsweredPart(NamedTuple):
@@ -238,86 +243,25 @@ def evaluate_policy(
     return Evaluation(accuracy, reward, initial_kl, samples)
 
 
-def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> Prompts:
-    """The train prompts whose pass rate under the given parameters is within `task.keep.pass_rate`.
-
-    recjax samples the completions once and keeps their number of accurate ones in a file of the cache, which depends on
-    parameters, problems, rewards and sampling. An interrupted call resumes. Every process must call this.
+def accurate_counts(
+    config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward, done: Container[int]
+) -> Generator[tuple[int, list[int]], None, None]:
+    """Samples `task.keep.samples` completions of every train prompt, for `task.keep`.
 
     Args:
         params: all parameters in the dtype that they compute in.
-    Raises:
-        UserError: too few problems remain, or the cache cannot be written.
+        done: indices of first prompts of parts that are not sampled.
+    Returns:
+        For each part, the index of its first prompt and each prompt's number of accurate completions.
     """
-    keep = config.task.keep
-    rollout = config.rollout
-    count = len(train.texts)
-    settings = EvaluationConfig(samples=keep.samples, **rollout.sampling()._asdict())
-    name = _rates_name(config, policy, params, train, reward)
-    measuring = {"evaluation": settings}
-    path = cache_folder("pass_rates") / f"{name}.jsonl"
-    size = rollout.prompts_per_step
-
-    def measured() -> dict[int, list[int]]:
-        """Numbers of accurate completions by the index of a part's first prompt; skips damaged lines."""
-        known = {}
-        for line in path.read_bytes().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
-                if len(row["accurate"]) == min(size, count - row["first"]):
-                    known[row["first"]] = row["accurate"]
-        return known
-
-    known = hosts.from_first(measured)
+    settings = EvaluationConfig(samples=config.task.keep.samples, **config.rollout.sampling()._asdict())
+    config = config.model_copy(update={"evaluation": settings})
     with contextlib.ExitStack() as stack:
-        if len(known) < -(-count // size):
-            grading = stack.enter_context(Grading(config, reward))
-            agents = stack.enter_context(Agents(config, policy)) if config.task.agent else None
-            before = sum(map(len, known.values()))
-            shown = hosts.is_first()
-            bar = stack.enter_context(progress_bar("pass rates", count, before, unit="problem", shown=shown))
-            options = {"step": _PASS_RATES, "agents": agents, "done": {*known}}
-            for answers in answered(config.model_copy(update=measuring), policy, params, train, grading, **options):
-                accurate = [
-                    sum(bool(completion.grade.accurate) for completion in group.completions) for group in answers.groups
-                ]
-                known[answers.first] = accurate
-                if hosts.is_first():
-                    with writing(path):
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        with path.open("ab") as file:  # a kill may have left half a line
-                            file.write(f"\n{json_text({'first': answers.first, 'accurate': accurate})}\n".encode())
-                bar.update(len(accurate))
-    rates = np.concatenate([known[start] for start in sorted(known)]) / keep.samples
-    low, high = keep.pass_rate
-    chosen = np.flatnonzero((low <= rates) & (rates <= high))
-    logger.info(
-        "task.keep: keeping %d of %d train problems; the pass rates of %d are below %g, of %d above %g; %s",
-        *(len(chosen), count, (rates < low).sum(), low, (rates > high).sum(), high, path),
-    )
-    require_enough([train.problems[index] for index in chosen], config, "widen task.keep.pass_rate, or add problems")
-    return train.take(chosen)
-
-
-def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
-    """A digest of everything that determines the pass rates."""
-    rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
-    functions = []
-    for task_reward in rewards:
-        is_list = isinstance(task_reward.function, tuple)
-        functions += task_reward.function if is_list else [task_reward.function]
-    task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
-    depends_on = {
-        "accurate": "answer",  # files without this entry counted shaped rewards
-        "weights": fingerprint(params),
-        "dtype": str(policy.decoder.dtype),
-        "problems": prompts_digest(train),
-        "code": code_digests(config, functions),
-        "samples": config.task.keep.samples,
-        **config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}}),
-    }
-    content = json_text({**depends_on, "task": task}, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+        grading = stack.enter_context(Grading(config, reward))
+        agents = stack.enter_context(Agents(config, policy)) if config.task.agent else None
+        for part in answered(config, policy, params, train, grading, _PASS_RATES, agents=agents, done=done):
+            counts = [sum(bool(completion.grade.accurate) for completion in group.completions) for group in part.groups]
+            yield part.first, counts
 
 
 def write_samples(path: Path, evaluation: Evaluation, step: int) -> None:

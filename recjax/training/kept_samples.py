@@ -15,8 +15,8 @@ from recjax.files import json_text, write_whole, writing
 from recjax.hub.tokenizers import token_texts
 from recjax.models.placement import on_host
 from recjax.tasks.problems import question_of
-from recjax.training.prepare import Setup
 from recjax.training.run import Update
+from recjax.training.setup import Setup
 
 logger = logging.getLogger(__name__)
 

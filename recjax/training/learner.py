@@ -1,8 +1,7 @@
-"""The computations of a run on its devices: initial parameters, the sampler's parameters, updates and evaluation."""
+"""The computations of a run on its devices: the sampler's parameters, updates and evaluation."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +10,17 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key
 
+from recjax.config import Config
 from recjax.console import under_way
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, choose_layout, score_batch
-from recjax.hub.policy import Teacher
+from recjax.hub.policy import Policy, Teacher
 from recjax.models.placement import put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
+from recjax.tasks.prompts import Prompts
 from recjax.training import schedule
-from recjax.training.checkpoint import optimizer_state_of, split_step, steps_of
-from recjax.training.evaluation import Evaluation, evaluate_policy
+from recjax.training.evaluation import Evaluation, HeldOut, evaluate_policy
 from recjax.training.kernel_check import check_kernels, has_kernels
-from recjax.training.policies import initial_policy, load_teacher, reference_params
-from recjax.training.prepare import Setup
 from recjax.training.run import State
 from recjax.training.update import (
     TokenResults,
@@ -39,13 +37,14 @@ class Learner:
     """Computes with JAX. Tests of the loop give `train` a subclass that only counts.
 
     Attributes:
+        initial_policy: function used in place of `recjax.training.policies.initial_policy`, or None.
         frozen: parameters that are not trained, in the compute dtype.
         initial: trained parameters before the first step, in the compute dtype; None if no function reads them.
         reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
         teacher: the model that `model.teacher` names; None without one, and if the policy is its own teacher.
     """
 
-    initial_policy = staticmethod(initial_policy)
+    initial_policy: Callable[[Config, Policy, Prompts], tuple[Policy, dict]] | None = None
     frozen: dict = {}
     initial: dict | None = None
     reference: dict | None = None
@@ -53,19 +52,32 @@ class Learner:
     _compiling: Future | None = None
     _is_unchecked = False
 
-    def begin(self, setup: Setup, params: dict) -> TrainState:
-        """Takes the policy's parameters and reads those of other models; returns the state before the first step.
+    def begin(
+        self,
+        config: Config,
+        policy: Policy,
+        params: dict,
+        held_out: HeldOut,
+        *,
+        teacher: Teacher | None = None,
+        reference: dict | None = None,
+    ) -> TrainState:
+        """Takes the policy's parameters and those of other models; returns the state before the first step.
 
         Args:
             params: all of the policy's parameters in float32.
+            held_out: what `evaluate` samples answers to.
+            teacher: the model that `model.teacher` names.
+            reference: all parameters of `model.reference` in the compute dtype.
         """
-        config = setup.config
-        decoder = setup.policy.decoder
+        decoder = policy.decoder
         steps = config.training.steps
         params, frozen = split_params(params, config.model)
-        self._setup = setup
-        self.teacher = load_teacher(config, setup.policy)
-        self._recipe = recipe_of(config, decoder, self.teacher and self.teacher.decoder)
+        self._config = config
+        self._policy = policy
+        self._held_out = held_out
+        self.teacher = teacher
+        self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
         self._rates = jax.device_get(jax.vmap(config.optimizer.build_schedule(steps))(np.arange(steps)))
         self._numbers = hyperparameters_of(config, 0.0)
         self._drop_key = drop_key(config.seed)
@@ -76,17 +88,8 @@ class Learner:
             self.initial = in_compute_dtype(decoder, params, copy=True)
         # The trained parameters are donated to each update, so a reference to them needs arrays of its own.
         if needs_reference:
-            self.reference = reference_params(config, setup.policy) if config.model.reference else self.initial
-        trained = first_state(self._recipe.optimizer, params)
-        # A run that resumes has its own moments in its checkpoint, and must not take those of the earlier run again.
-        is_new = not steps_of(Path(config.output) / "checkpoints")
-        if config.model.run and config.optimizer.state == "run" and is_new:
-            folder, step = split_step(config.model.run)
-            # A teacher that stays the initial policy is this run's, and not that of the earlier run.
-            is_constant = config.model.average_rate == 0
-            state = optimizer_state_of(folder, int(step), trained.optimizer_state, new_average=is_constant)
-            trained = trained._replace(optimizer_state=state)
-        return trained
+            self.reference = reference if config.model.reference else self.initial
+        return first_state(self._recipe.optimizer, params)
 
     def behavior_params(self, state: State, copy: bool = False) -> dict:
         """The sampler's values of the trained parameters, in the compute dtype: the state's copy, or the current ones.
@@ -99,7 +102,7 @@ class Learner:
         # The first copy exists already: the KL to the initial policy reads it.
         if copy and state.version == 0 and self.initial is not None:
             return self.initial
-        return in_compute_dtype(self._setup.policy.decoder, state.trained.params, copy=copy)
+        return in_compute_dtype(self._policy.decoder, state.trained.params, copy=copy)
 
     def current_params(self, state: State) -> dict:
         """All parameters after the latest update: the trained ones in float32, the frozen ones in the compute dtype."""
@@ -108,7 +111,7 @@ class Learner:
     def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
         """The micro-batches of an update; see `choose_layout`."""
         recipe = self._recipe
-        config = self._setup.config
+        config = self._config
         return choose_layout(config, recipe.algorithm, recipe.decoder, batch, rows, doublings, teacher=recipe.teacher)
 
     def proximal_logprobs(
@@ -172,7 +175,7 @@ class Learner:
         _, rate = _rates_of(self._rates, trained.optimizer_state)
         numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
         # By batch, so that all updates of a batch drop the same completions.
-        batch_number = schedule.batch_of(step, self._setup.config.training.updates)
+        batch_number = schedule.batch_of(step, self._config.training.updates)
         context = UpdateContext(
             self.frozen,
             jax.random.fold_in(self._drop_key, batch_number),
@@ -185,21 +188,21 @@ class Learner:
 
     def evaluate(self, state: State) -> Evaluation:
         """Samples and grades answers of the trained policy to the held-out problems."""
-        setup = self._setup
-        config = setup.config
+        config = self._config
+        held_out = self._held_out
         initial = combine(self.initial, self.frozen) if config.evaluation.initial_kl else None
-        problems = len(setup.held_out.texts)
+        problems = len(held_out.prompts.texts)
         with under_way(f"evaluating the initial policy: {problems} problems", state.step == 0):
             return evaluate_policy(
                 config,
-                setup.policy,
+                self._policy,
                 # As the sampler has them, which shares its programs with the evaluation.
-                combine(in_compute_dtype(setup.policy.decoder, state.trained.params, copy=False), self.frozen),
-                setup.held_out,
-                setup.grading,
+                combine(in_compute_dtype(self._policy.decoder, state.trained.params, copy=False), self.frozen),
+                held_out.prompts,
+                held_out.grading,
                 state.step,
                 initial,
-                setup.agents,
+                held_out.agents,
             )
 
 

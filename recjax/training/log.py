@@ -12,8 +12,8 @@ from recjax.plots.training import draw_experience, draw_training
 from recjax.training import kept_samples
 from recjax.training.evaluation import Evaluation, write_samples
 from recjax.training.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, read_metrics, task_metrics
-from recjax.training.prepare import Setup
 from recjax.training.run import Source, State, Update
+from recjax.training.setup import Setup
 from recjax.training.signs import steps_of_signs
 from recjax.training.tracking import Trackers
 

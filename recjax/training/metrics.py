@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, trackers, the progress bar, and the seconds of each phase."""
+"""Metrics of a run: metrics.jsonl, trackers and the progress bar."""
 
 import contextlib
 import json
@@ -6,9 +6,8 @@ import logging
 import math
 import resource
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from tqdm import tqdm
 
 from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
+from recjax.clocks import PhaseSeconds
 from recjax.errors import UserError
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.group import has_sets
 from recjax.files import digest, json_text, write_whole, writing
-from recjax.models.placement import DeviceClock
 from recjax.training.tracking import Trackers
 
 Written = list  # size in bytes and checksum of a file's content
@@ -53,7 +52,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         *,
         bar: tqdm | None = None,
         watch: Callable[[dict], None] | None = None,
-        phases: "PhaseSeconds | None" = None,
+        phases: PhaseSeconds | None = None,
         manager: ocp.CheckpointManager | None = None,
         refuses_impossible: bool = True,
         remedy: str = "Lower optimizer.learning_rate, or choose an algorithm that clips",
@@ -308,48 +307,6 @@ def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | No
 def step_bar(description: str, total: int, initial: int = 0) -> tqdm:
     """A progress bar of steps, shown only by the first process."""
     return console.progress_bar(description, total, initial, unit="step", shown=hosts.is_first())
-
-
-class PhaseSeconds:
-    """Wall seconds that the host spends in each named phase of a run.
-
-    The device runs asynchronously, so a phase includes the seconds for which the host waits for the device. "update" is
-    the dispatch of an update, and the wait for its numbers unless another phase has waited before. Usually the next
-    step's "sample" has: the device computes its first tokens after the update, so "sample" includes the update's
-    seconds. A trace (`training.profile_steps`) shows the work of the device.
-    """
-
-    def __init__(self):
-        """Starts the clock, and that of the devices."""
-        self.device = DeviceClock()
-        self.totals: dict[str, float] = defaultdict(float)
-        self._began = time.perf_counter()
-
-    def go_on_from(self, totals: dict[str, float], wall_seconds: float) -> None:
-        """Adds the seconds of an earlier part of the run."""
-        self._began -= wall_seconds
-        for name, seconds in totals.items():
-            self.totals[name] += seconds
-
-    @property
-    def wall_seconds(self) -> float:
-        """Wall seconds of the whole run so far."""
-        return time.perf_counter() - self._began
-
-    @property
-    def loop_seconds(self) -> float:
-        """Seconds spent sampling, grading and updating."""
-        return sum(self.totals[name] for name in ("sample", "score", "update"))
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the `with` block to phase `name`, which a profiler trace shows under the same name."""
-        start = time.perf_counter()
-        try:
-            with jax.profiler.TraceAnnotation(name):
-                yield
-        finally:
-            self.totals[name] += time.perf_counter() - start
 
 
 def peak_memory_bytes() -> int:

@@ -37,7 +37,7 @@ from recjax.rollout.trajectory import thoughts_opening
 from recjax.tasks.grading.pool import Grading
 from recjax.tasks.loading import load_problems
 from recjax.tasks.problems import Task, characters
-from recjax.tasks.prompts import Prompts
+from recjax.tasks.prompts import Prompts, prompts_of
 from recjax.training.checkpoint import best_step, newest_whole, none_whole, progress, split_step, steps_of
 from recjax.training.evaluation import answered, sample_rows
 from recjax.training.mesh import check_fits
@@ -49,7 +49,6 @@ from recjax.training.run_folder import (
     starts,
     stored_config,
 )
-from recjax.training.sampling import prompts_of
 from recjax.training.warm_start import FOLDER, warm_start
 
 logger = logging.getLogger(__name__)
@@ -243,9 +242,11 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
             remedy="set optimizer.state=new to begin with a new state, or train the same parameters",
         )
     if config.optimizer.state == "run" and config.optimizer.name != theirs.optimizer.name:
-        raise ValueError(
-            f"optimizer.name = {config.optimizer.name!r}: model.run = {model.run!r} was trained with"
-            f" {theirs.optimizer.name!r}, whose state does not fit; set optimizer.state=new to begin with a new state"
+        raise UserError(
+            "optimizer.name",
+            f"model.run = {model.run!r} was trained with {theirs.optimizer.name!r}, whose state does not fit",
+            "set optimizer.state=new to begin with a new state",
+            value=config.optimizer.name,
         )
     start = {"run": f"{run}/checkpoints/{step}", "path": theirs.model.path, "decoder": decoder}
     return config.model_copy(update={"model": model.model_copy(update=start)})

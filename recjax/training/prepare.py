@@ -1,105 +1,45 @@
-"""Reads everything that a run needs before its first step: task, policy, store, demonstrations (`Setup`)."""
+"""Reads everything that a run needs before its first step: task, policy, store, demonstrations."""
 
+import functools
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 
 from recjax import hosts
+from recjax.clocks import PhaseSeconds
 from recjax.config import Config, TrainingConfig
 from recjax.console import under_way
 from recjax.errors import UserError
-from recjax.experience.batch import Shape, sampled_shape
+from recjax.experience.missing_logprobs import with_initial_logprobs
 from recjax.experience.packing import shape_for
-from recjax.experience.queue import Settings, settings_of
-from recjax.experience.replay import Judge, judge_of
-from recjax.experience.sources import with_initial_logprobs
+from recjax.experience.replay import judge_of
 from recjax.experience.stored import Stored, check_prompts, load_stored, warn_of_other_weights
 from recjax.experience.stored_groups import ByPrompt
 from recjax.experience.teacher_prompts import TeacherPrompts
-from recjax.files import digest, size_and_digest
+from recjax.files import digest, json_text, size_and_digest
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import MODEL_FILES, warn_beyond_context
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import row_shards
-from recjax.models.trainable import in_compute_dtype, split_params
-from recjax.rollout.agents import AGENT_FAILURES, Agents
+from recjax.models.trainable import fingerprint, in_compute_dtype, split_params
+from recjax.rollout.agents import Agents
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import MODEL
+from recjax.tasks.grading.reward import MODEL, MixedReward, Reward
 from recjax.tasks.loading import load_task
+from recjax.tasks.pass_rates import within_pass_rates
 from recjax.tasks.problems import Task, characters, problem_key
-from recjax.tasks.prompts import Prompts, prompts_digest
-from recjax.training.evaluation import kept_prompts
+from recjax.tasks.prompts import Prompts, prompts_digest, prompts_of
+from recjax.training.evaluation import accurate_counts
 from recjax.training.mesh import check_fits
-from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import initial_policy
-from recjax.training.sampling import BatchSampler, prompts_of
-from recjax.training.warm_start import Demonstrations, load_demonstrations
+from recjax.training.run_folder import code_digests
+from recjax.training.setup import Demonstrations, Setup, batch_shape
+from recjax.training.warm_start import load_demonstrations
 
 logger = logging.getLogger(__name__)
-
-
-class Setup(NamedTuple):
-    """Everything that a run reads before its first step.
-
-    train, held_out: prompts to train on, and to evaluate on.
-    grading: workers that grade completions; open during the run.
-    phases: the clock of the phases.
-    stored: groups of the store that the run trains on.
-    others: completions of a store that join the policy's groups, by prompt.
-    demonstrations: chats that the warm start trains on.
-    agents: programs that talk to the policy; open during the run.
-    judge: how the updates read the rewards of a group.
-    teacher_prompts: makes the prompts of `task.teacher_template`; None without one.
-    """
-
-    config: Config
-    policy: Policy
-    train: Prompts
-    held_out: Prompts
-    grading: Grading
-    phases: PhaseSeconds
-    stored: Stored | None = None
-    others: ByPrompt | None = None
-    demonstrations: Demonstrations | None = None
-    agents: Agents | None = None
-    judge: Judge = Judge()
-    teacher_prompts: TeacherPrompts | None = None
-
-    @property
-    def sampler(self) -> BatchSampler:
-        """Samples batches of the train prompts in this process."""
-        return BatchSampler(self.config, self.policy, self.train, self.grading, self.phases, self.agents)
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the batches, without rows that only fill micro-batches."""
-        return batch_shape(self.config, self.train, self.stored)
-
-    @property
-    def padded_shape(self) -> Shape:
-        """The shape of the batches with equal shares for micro-batches and devices."""
-        minibatches = self.config.training.minibatches
-        shards = row_shards()
-        multiple = self.config.micro_batches(self.shape.positions // minibatches, shards) * shards * minibatches
-        return self.shape._replace(prompts=-(-self.shape.prompts // multiple) * multiple)
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of the queue."""
-        return settings_of(self.config)._replace(judge=self.judge)
-
-    @property
-    def failures(self) -> dict[str, Sequence[str]]:
-        """Reasons for which completions of this run can stay without a reward, by the first part of their metric."""
-        failures = {}
-        if self.config.samples_training_data:
-            failures["grading"] = self.grading.failures
-        if self.agents:
-            failures["agent"] = (*AGENT_FAILURES,)
-        return failures
 
 
 def prepare(
@@ -227,18 +167,35 @@ def untrained(config: Config) -> Config:
     return config.model_copy(update={"experience": None, "training": TrainingConfig(), "task": task})
 
 
-def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
-    """The batch shape that fits both sampled and stored groups."""
-    experience = config.experience
-    if experience and experience.store and not experience.follow:
-        return stored.shape
-    shape = sampled_shape(config, train.tokens.shape[1])
-    if stored is None:
-        return shape
-    other = stored.shape
-    if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
-        other = other._replace(prompts=1, group=other.group and 1)
-    if None in (shape.group, other.group):
-        shape = shape.of_rows()
-        other = other.of_rows()
-    return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
+def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> Prompts:
+    """The train prompts whose pass rate under the given parameters is within `task.keep.pass_rate`.
+
+    Args:
+        params: all parameters in the dtype that they compute in.
+    Raises:
+        ValueError: see `within_pass_rates`.
+    """
+    name = _rates_name(config, policy, params, train, reward)
+    counts = functools.partial(accurate_counts, config, policy, params, train, reward)
+    return within_pass_rates(config, train, name, counts)
+
+
+def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
+    """A digest of everything that determines the pass rates."""
+    rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
+    functions = []
+    for task_reward in rewards:
+        is_list = isinstance(task_reward.function, tuple)
+        functions += task_reward.function if is_list else [task_reward.function]
+    task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
+    depends_on = {
+        "accurate": "answer",  # files without this entry counted shaped rewards
+        "weights": fingerprint(params),
+        "dtype": str(policy.decoder.dtype),
+        "problems": prompts_digest(train),
+        "code": code_digests(config, functions),
+        "samples": config.task.keep.samples,
+        **config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}}),
+    }
+    content = json_text({**depends_on, "task": task}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from recjax.tasks.grading.custom import Answered, check_signature, needs_answers
 from recjax.tasks.grading.reward import MixedReward, part_weights
 from recjax.tasks.problems import Problem, question_of
 from recjax.training.metrics import step_bar
-from recjax.training.prepare import Setup
+from recjax.training.setup import Setup
 
 Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by `content_of`
 

@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from recjax.algorithms.algorithm import Algorithm
+from recjax.clocks import DeviceClock
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
 from recjax.experience.queue import Arrival, Queue, Settings
-from recjax.models.placement import DeviceClock
 from recjax.training.update import TokenResults, TrainState
 
 

@@ -10,15 +10,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 from jaxtyping import Array, Key, UInt32
-from transformers import PreTrainedTokenizerBase
 
-from recjax.config import Config, RolloutConfig
-from recjax.errors import UserError
+from recjax.clocks import PhaseSeconds
+from recjax.config import Config
 from recjax.experience.batch import Shape
 from recjax.experience.group import Grade, Group
+from recjax.experience.missing_logprobs import with_logprobs
 from recjax.experience.queue import ToCome
 from recjax.experience.records import Record, records_of
-from recjax.experience.sources import with_logprobs
 from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy
 from recjax.models.drift import drifted
@@ -27,10 +26,7 @@ from recjax.rollout.agents import Agents
 from recjax.rollout.collecting import Grades, row_keys, sample_groups, submit
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.loading import require_enough
-from recjax.tasks.problems import Task
-from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems, fitting
-from recjax.training.metrics import PhaseSeconds
+from recjax.tasks.prompts import Prompts, batch_prompts
 
 logger = logging.getLogger(__name__)
 _TOGETHER = 32  # batches whose keys are made at once
@@ -263,42 +259,3 @@ def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches b
     """
     numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
     return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)
-
-
-def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Prompts]:
-    """The task's training and evaluation prompts, encoded to one width; does not load the reward.
-
-    Raises:
-        UserError: see `without_long_prompts`; also a prompt that cannot be encoded.
-    """
-    task = without_long_prompts(task, policy.tokenizer, config.rollout)
-    if task.reward:
-        require_enough(task.train, config, "raise rollout.max_prompt_tokens")
-    problems = [*task.train, *task.evaluation]
-    everything = encode_problems(problems, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-    train = everything.take(np.arange(len(task.train)))
-    return train, everything.take(np.arange(len(task.train), len(problems)))
-
-
-def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
-    """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
-
-    Raises:
-        UserError: too few problems remain.
-    """
-    if rollout.long_prompts == "refuse":
-        return task
-    train, evaluation = (
-        fitting(problems, tokenizer, rollout.max_prompt_tokens) for problems in (task.train, task.evaluation)
-    )
-    dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
-    limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
-    if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
-        raise UserError(
-            limit,
-            f"only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
-            f" {len(task.evaluation)} held-out problems fit, too few",
-            "raise it",
-        )
-    logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
-    return task._replace(train=train, evaluation=evaluation)

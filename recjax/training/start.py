@@ -35,12 +35,21 @@ from recjax.tasks.prompts import Prompts
 from recjax.training import checkpoint, loop, run_lock
 from recjax.training.checkpoint import Saver
 from recjax.training.demonstrations import train_on_demonstrations
+from recjax.training.evaluation import HeldOut
 from recjax.training.learner import Learner
 from recjax.training.log import RunLog
 from recjax.training.mesh import make_mesh
 from recjax.training.metrics import MetricsWriter, step_bar
-from recjax.training.policies import older_params, with_pinned, with_start
-from recjax.training.prepare import Setup, data_digests, prepare
+from recjax.training.policies import (
+    initial_policy,
+    load_teacher,
+    older_params,
+    reference_params,
+    with_pinned,
+    with_start,
+)
+from recjax.training.policy_source import PolicySource
+from recjax.training.prepare import data_digests, prepare
 from recjax.training.regrading import known_problems, regraded
 from recjax.training.run import Run, Source, State
 from recjax.training.run_folder import (
@@ -50,9 +59,11 @@ from recjax.training.run_folder import (
     record_weights,
     with_chat_date,
 )
+from recjax.training.setup import Setup
 from recjax.training.signs import Watched, look
-from recjax.training.sources import PolicySource, check_source, source_of
+from recjax.training.sources import check_source, source_of
 from recjax.training.tracking import Trackers
+from recjax.training.update import TrainState
 from recjax.workers import cores
 
 STOPPED = 0  # in `Run.stopping`, next to the numbers of signals: on_step asked the run to stop
@@ -314,7 +325,7 @@ def begin(
     def make_policy(config: Config, policy: Policy, train: Prompts) -> tuple[Policy, dict]:
         if compiles:
             compile_sampling_ahead(config, policy, train, ahead)
-        return learner.initial_policy(config, policy, train)
+        return (learner.initial_policy or initial_policy)(config, policy, train)
 
     setup, params = prepare(config, make_policy, reward)
     check_source(config)
@@ -335,7 +346,7 @@ def begin(
             if hosts.any_says(bool(stopping)):  # the loop returns if a signal arrives during the last step
                 raise loop.Preempted(0, next(iter(stopping), signal.SIGTERM))
     base = base_digest(config, params)
-    trained = learner.begin(setup, params)
+    trained = begin_learner(learner, setup, params)
     del params
     weights = {checkpoint.BASE: base, **other_digests(setup, learner)}
     if manager.latest_step() is not None:
@@ -368,6 +379,29 @@ def begin(
     logger.info("resuming from the checkpoint of step %d", state.step)
     setup.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
     return begun, state
+
+
+def begin_learner(learner: Learner, setup: Setup, params: dict) -> TrainState:
+    """The state before the first step, after the learner has the policy and the other models that the config names.
+
+    Raises:
+        ValueError: a model or an optimizer state cannot be read, or does not fit the policy.
+    """
+    config = setup.config
+    teacher = load_teacher(config, setup.policy)
+    reads_reference = config.model.reference and config.algorithm.build().needs_reference
+    reference = reference_params(config, setup.policy) if reads_reference else None
+    held_out = HeldOut(setup.held_out, setup.grading, setup.agents)
+    trained = learner.begin(config, setup.policy, params, held_out, teacher=teacher, reference=reference)
+    # A run that resumes has its own moments in its checkpoint, and must not take those of the earlier run again.
+    is_new = not checkpoint.steps_of(Path(config.output) / "checkpoints")
+    if config.model.run and config.optimizer.state == "run" and is_new:
+        folder, step = checkpoint.split_step(config.model.run)
+        # A teacher that stays the initial policy is this run's, and not that of the earlier run.
+        is_constant = config.model.average_rate == 0
+        state = checkpoint.optimizer_state_of(folder, int(step), trained.optimizer_state, new_average=is_constant)
+        trained = trained._replace(optimizer_state=state)
+    return trained
 
 
 def base_digest(config: Config, params: dict) -> str:

@@ -8,7 +8,7 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from recjax.tasks.prompts import Prompts, prompts_digest
 from recjax.tasks.reading import FileRow, read_data, template_of
 from recjax.training.literal_path import LiteralPath
 from recjax.training.metrics import step_bar
+from recjax.training.setup import Demonstrations
 from recjax.training.update import first_state, make_optimizer
 
 logger = logging.getLogger(__name__)
@@ -44,19 +45,6 @@ logger = logging.getLogger(__name__)
 FOLDER = "warm_start"  # in the run folder: metrics.jsonl and checkpoints/ of the stage on demonstrations
 
 _MOST_HELD_OUT = 256  # demonstrations held out without a file of held-out demonstrations
-
-
-class Demonstrations(NamedTuple):
-    """Tokenized chats, one completion each: chats to train on, and chats for the held-out loss.
-
-    shape: shape of the batches.
-    digest: checksum of all tokens and masks.
-    """
-
-    train: list[Group]
-    held_out: list[Group]
-    shape: Shape
-    digest: str
 
 
 def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -> dict:

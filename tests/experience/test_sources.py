@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from recjax.algorithms.presets import PRESETS, build_algorithm
-from recjax.experience import sources
+from recjax.experience import missing_logprobs
 from recjax.experience.batch import FOREIGN, Shape, pad
+from recjax.experience.drawing import groups_at, mixed
 from recjax.experience.group import Group
+from recjax.experience.missing_logprobs import check_logprobs, with_logprobs
 from recjax.experience.records import groups_of
-from recjax.experience.sources import check_logprobs, groups_at, mixed, with_logprobs
 from recjax.experience.stored import check_prompts
 from recjax.experience.stored_groups import ByPrompt, load_groups
 from recjax.experience.tokenize import tokenizer_name
@@ -119,8 +120,8 @@ def test_missing_log_probs_are_nan_until_someone_chooses():
 def test_log_probs_go_to_their_own_group_where_ids_are_equal(monkeypatch):
     known, lacking = group_of(make_row(0)), group_of(make_row(1, behavior_logprobs=None))
     lacking = lacking._replace(id=known.id)
-    monkeypatch.setattr(sources, "score", lambda decoder, params, batch, *options: np.full((1, 3), -2.0))
-    own, filled = sources.with_logprobs([known, lacking], shape_of([known], 1), POLICY, {}, SAMPLING, 64)
+    monkeypatch.setattr(missing_logprobs, "score", lambda decoder, params, batch, *options: np.full((1, 3), -2.0))
+    own, filled = missing_logprobs.with_logprobs([known, lacking], shape_of([known], 1), POLICY, {}, SAMPLING, 64)
     assert own is known and filled.completions[0].id == lacking.completions[0].id
     assert filled.completions[0].rows[0].behavior_logprobs.tolist() == [-2.0] * 3
 
@@ -182,7 +183,7 @@ def test_log_probs_of_another_distribution_are_refused(tmp_path):
 
 
 def test_log_probs_of_other_cuts_need_recorded_sets(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_TOGETHER", 2)
+    monkeypatch.setattr(missing_logprobs, "_TOGETHER", 2)
     rows = [
         make_row(place, top_p=0.5, recorded={"kept_ids": np.int32([[3, 5], [2, -1], [1, -1]])}) for place in range(5)
     ]

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import sources, stored_groups
+from recjax.experience import missing_logprobs, stored_groups
 from recjax.experience.batch import Shape, pad
+from recjax.experience.drawing import groups_at
 from recjax.experience.group import Completion, Grade, Group, is_whole
 from recjax.experience.layout import score
+from recjax.experience.missing_logprobs import with_initial_logprobs, with_logprobs
 from recjax.experience.records import Record, groups_of
-from recjax.experience.sources import groups_at, with_initial_logprobs, with_logprobs
 from recjax.experience.store import Store
 from recjax.experience.stored import load_stored, with_rewards
 from recjax.experience.stored_groups import ByPrompt, load_groups
@@ -158,7 +159,7 @@ def without_some(record):
 @pytest.mark.slow
 def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, monkeypatch, of_agents):
     if place == "file":
-        monkeypatch.setattr(sources, "_SMALL", 1)
+        monkeypatch.setattr(missing_logprobs, "_SMALL", 1)
     in_parts(tmp_path / "store", [without_some(record) for record in scattered_rows(2, agents=of_agents)])
     groups, expected = load_groups(tmp_path / "store", POLICY), reference(tmp_path / "store")
     shape = Shape(2, None, 40, 40) if of_agents else shape_of(expected, 2)

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.claims import accelerator
-from experiments.claims.page import NAMES
+from experiments.claims.names import NAMES
 from recjax.analysis.sweeps import read_sweep
 
 ALGORITHMS = ("reinforce", "grpo", "rec_one_side_nois", "opmd", "rec_one_side_nois_wide", "grpo_5x_rate")

@@ -8,7 +8,7 @@ import pytest
 from experiments.claims import readings
 from experiments.claims.in_text import IN_TEXT, fill_in
 from experiments.claims.map_page import best_rows, check_rows, draw_map, missed_text, parts
-from experiments.claims.page import NAMES as PAGE_NAMES
+from experiments.claims.names import NAMES as PAGE_NAMES
 from recjax.analysis.compare import final
 
 RATES = ("1e-4", "2e-4", "4e-4")

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from experiments.claims import real_model
-from experiments.claims.page import NAMES
+from experiments.claims.names import NAMES
 
 ALGORITHMS = ("reinforce", "grpo", "rec_one_side_nois", "rec_one_side_nois_wide", "opmd", "red_drop", "red_weight")
 

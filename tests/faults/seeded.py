@@ -220,7 +220,7 @@ FAULTS = {
     ),
     "rounds-recorded-twice": Fault(
         "a resumed run records a batch that the record already holds",
-        "recjax/training/sources.py",
+        "recjax/training/store_source.py",
         'if records and not store.numbers("id", [records[0].completion.id]):',
         "if records:",
         (f"{_FED}::test_what_is_drawn_is_recorded_once_and_reads_as_a_store",),
@@ -537,7 +537,7 @@ FAULTS = {
     ),
     "sources-logprobs-computed-again": Fault(
         "log-probs that a store has are replaced by those of the current policy",
-        "recjax/experience/sources.py",
+        "recjax/experience/missing_logprobs.py",
         "                if _lacks_logprobs(completion):\n",
         "                if True:\n",
         ("tests/experience/test_sources.py::test_recomputed_log_probs_are_the_policys_and_known_ones_stay",),

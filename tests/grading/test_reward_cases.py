@@ -5,8 +5,8 @@ from pkgutil import resolve_name
 
 import pytest
 
+from recjax.grading.graders import GRADERS
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
-from recjax.tasks.grading.graders import GRADERS
 from recjax.tasks.rewards import exact_match, last_number_match, number_match
 from tests.grading.reward_cases import CASES, THOUGHTS, TWO
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from recjax.config import RegimeConfig
-from recjax.rollout import generators
-from recjax.rollout.generators import Generators
+from recjax.training import generators
+from recjax.training.generators import Generators
 
 LISTENS = "0A"
 
@@ -51,7 +51,7 @@ def listening():
 def test_ray_listens_on_loopback_alone():
     if "ray" in sys.modules:
         pytest.skip("Ray was imported by another test, and reads what it listens on when it is imported")
-    pytest.importorskip("recjax.rollout.generators")
+    pytest.importorskip("recjax.training.generators")
     before = listening()
     with Generators(RegimeConfig(mode="async", max_staleness=1, generators=1), contextlib.nullcontext):
         opened = listening() - before

@@ -146,7 +146,7 @@ def test_a_run_survives_the_kill_of_its_server(environment, tmp_path, request, n
     steps = rows()[1:]
     assert len(steps) == count and all(row["staleness"] <= 2 for row in steps)
     fresh = [row for row in steps if row["staleness"] == 0]
-    assert len(fresh) == count or name == "asynchronous" and 0 < len(fresh) < count
+    assert len(fresh) == count or (name == "asynchronous" and 0 < len(fresh) < count)
     # A batch of the newest weights has ratio 1, as the server's log-probs are recjax's.
     assert all(abs(row["ratio/max"] - 1) < 1e-3 and abs(row["ratio/q01"] - 1) < 1e-3 for row in fresh), fresh
     assert steps[-1]["engine/push_seconds"] > 0 and steps[-1]["engine/unusable"] == 0

@@ -27,10 +27,10 @@ from recjax.serve import pushed_reader
 from recjax.serving.guards import Guarded
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
-from recjax.training import sources
+from recjax.training import engine_sampler
+from recjax.training.engine_sampler import EngineSampler
 from recjax.training.metrics import read_metrics
 from recjax.training.sampling import BatchSampler
-from recjax.training.sources import EngineSampler
 from tests.commands import ROOT
 from tests.serving.some_server import POLICY, SHAPE, listening, post, serve
 from tests.test_remote_experience import config, fake, policy_of
@@ -299,7 +299,7 @@ def test_replies_of_other_software_are_read_in_their_own_form(config, api):
         neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_k": -1}
         assert asked.items() >= neutral.items(), "a server's own defaults would change the distribution"
         assert asked["stop_token_ids"] == list(policy.stop_ids)
-        assert api != "llamacpp" or asked["repeat_penalty"] == 1.0 and asked["mirostat"] == 0
+        assert api != "llamacpp" or (asked["repeat_penalty"] == 1.0 and asked["mirostat"] == 0)
     seeds = [call["sampling_params"] for _, call in calls] if api == "sglang" else []
     assert all([one["sampling_seed"] - group[0]["sampling_seed"] for one in group] == [0, 1] for group in seeds[:1])
     assert len({group[0]["sampling_seed"] for group in seeds}) == len(seeds)
@@ -361,8 +361,8 @@ def test_vllm_gets_the_output_layer_of_tied_embeddings_by_name(config, tmp_path,
     shape = dataclasses.replace(policy.decoder.config, **changes)
     policy = policy._replace(decoder=Decoder(shape))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), abstract_params(shape))
-    monkeypatch.setattr(sources, "write_base", lambda *_: None)
-    monkeypatch.setattr(sources, "export_model", lambda *values: folders.append(values))
+    monkeypatch.setattr(engine_sampler, "write_base", lambda *_: None)
+    monkeypatch.setattr(engine_sampler, "export_model", lambda *values: folders.append(values))
     replies = {"/update_weights_from_disk": lambda body: (405, None), "/weight_info": {}}
     with scripted_engine(api, config, policy, replies, []) as url:
         rollout = config.rollout.model_copy(update={"engine": EngineConfig(url=url, folder=str(tmp_path))})
@@ -432,7 +432,7 @@ def test_a_server_samples_issued_batches_in_order_each_with_the_weights_of_its_i
         return 200, {"choices": [choice_of(policy, index=index) for index in range(body["n"])], "weight_version": label}
 
     monkeypatch.setattr(EngineSampler, "push", push)
-    monkeypatch.setattr(sources, "submit", lambda groups, prompts, grading: [])
+    monkeypatch.setattr(engine_sampler, "submit", lambda groups, prompts, grading: [])
     prompts = encode_problems(load_task(config).train, policy.tokenizer, None, policy.vocabulary)
     with fake(answer, owner="recjax", posts=("/update_weights_from_disk",)) as url:
         changes = {"engine": EngineConfig(url=url, retries=0)}

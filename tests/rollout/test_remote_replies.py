@@ -83,7 +83,7 @@ def test_each_token_has_the_version_of_its_weights(config, api):
         choices = [labelled(api, tokens, named, place) for place in range(2)]
         return 200, {"choices": choices} if api == "vllm" else choices
 
-    replies = {path: took for path in ("/update_weights_from_disk", "/update_weight_version")}
+    replies = dict.fromkeys(("/update_weights_from_disk", "/update_weight_version"), took)
     replies |= {"/collective_rpc": {}, "/reset_prefix_cache?reset_running_requests=true": {}, ROUTES[api]: answer}
     with scripted_engine(api, config, policy, replies, calls, has_tokens=api == "vllm") as url:
         with engine_of(url, config, policy, retries=0) as engine:

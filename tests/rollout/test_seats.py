@@ -10,6 +10,7 @@ import pytest
 
 from recjax.algorithms.advantages import group_mean_advantages
 from recjax.analysis.samples import results
+from recjax.clocks import PhaseSeconds
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import group_staleness, with_grades
@@ -26,7 +27,6 @@ from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.prompts import encode_problems
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.metrics import PhaseSeconds
 from recjax.training.policies import OpenedPolicy, sampled_rows
 from recjax.training.sampling import BatchSampler
 from tests.closeness import assert_same_logprobs

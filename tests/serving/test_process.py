@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience.sources import with_logprobs
+from recjax.experience.missing_logprobs import with_logprobs
 from recjax.experience.stored_groups import load_groups
 from recjax.generate_experience import generate_remotely
 from recjax.rollout.server import Address

@@ -14,10 +14,10 @@ from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig, Trai
 from recjax.errors import UserError
 from recjax.experience.group import Completion, Grade
 from recjax.experience.stored import as_trained
+from recjax.grading.graders import GRADERS, Grader
 from recjax.rollout.collecting import Grades
 from recjax.tasks.grading import custom as own_rewards
 from recjax.tasks.grading import reward as reward_module
-from recjax.tasks.grading.graders import GRADERS, Grader
 from recjax.tasks.grading.pool import FAILURES, Answered, Grading
 from recjax.tasks.grading.reward import Reward, load_reward
 from tests.marks import slow, slow_except
@@ -98,7 +98,7 @@ def test_workers_see_columns_and_no_jax(faulty):
 
 
 def test_graders_and_workers_import_no_jax():
-    modules = "recjax.workers, recjax.tasks.grading.graders"
+    modules = "recjax.workers, recjax.grading.graders"
     modules += ", recjax.grading.math_answers, recjax.grading.tool_calls"
     check = f"import sys, {modules}; assert not {{'jax', 'jaxlib', 'numpy'}} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

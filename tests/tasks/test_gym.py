@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from recjax.config import ReasoningGymTask
-from recjax.tasks.grading.gym import check_gym, grade, parse
+from recjax.config.gym import check_gym
+from recjax.grading.gym import grade, parse
 from recjax.tasks.gym import SYSTEM_PROMPT, gym_problems
 from recjax.workers import Workers
 from tests.marks import campaign_except

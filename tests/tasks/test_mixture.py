@@ -17,8 +17,9 @@ from recjax.tasks.grading.reward import MixedReward, Reward, load_reward
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, problem_key
 from recjax.tasks.prompts import Prompts, batch_indices, batch_prompts, curriculum_chances
-from recjax.training import evaluation
-from recjax.training.evaluation import AnsweredPart, kept_prompts
+from recjax.training import evaluation, prepare
+from recjax.training.evaluation import AnsweredPart
+from recjax.training.prepare import kept_prompts
 
 SUMS = {"arithmetic": {"problems": ["1..9 + 1..9"]}}
 PRODUCTS = {"arithmetic": {"problems": ["1..5 * 1..9"]}, "reward": "recjax.tasks.rewards:last_number_match"}
@@ -238,7 +239,7 @@ def test_pass_rates_are_measured_once_and_continued(monkeypatch, tmp_path):
             yield AnsweredPart(start, prompts, groups)
 
     monkeypatch.setattr(evaluation, "answered", answered)
-    monkeypatch.setattr(evaluation, "fingerprint", lambda params: "weights")
+    monkeypatch.setattr(prepare, "fingerprint", lambda params: "weights")
     task = {**SUMS, "keep": {"pass_rate": [0.25, 0.75], "samples": 4}}
     policy = Policy(**dict.fromkeys(Policy._fields))._replace(decoder=SimpleNamespace(dtype="float32"))
 

@@ -6,8 +6,7 @@ import pytest
 from recjax.config import RolloutConfig
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.tasks.problems import Problem, Task, chat
-from recjax.tasks.prompts import batch_indices, encode_problems, fitting
-from recjax.training.sampling import without_long_prompts
+from recjax.tasks.prompts import batch_indices, encode_problems, fitting, without_long_prompts
 
 TOKENIZER = character_tokenizer("0123456789+=")
 PROBLEMS = [Problem("1+1=", "2"), Problem("10+10=", "20"), Problem("9=", "9")]

@@ -30,8 +30,8 @@ class CountingLearner(Learner):
     def initial_policy(self, config, policy, train):
         return policy, {"checksum": np.zeros(1, np.float32)}
 
-    def begin(self, setup, params):
-        self._setup = setup
+    def begin(self, config, policy, params, held_out, **others):
+        self._held_out = held_out
         return TrainState(params, ())
 
     def behavior_params(self, state, copy=False):
@@ -60,7 +60,7 @@ class CountingLearner(Learner):
         return TrainState(params, ()), *measured(batch, checksum)
 
     def evaluate(self, state):
-        return evaluation(self._setup, float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100)
+        return evaluation(self._held_out.prompts, float(np.asarray(state.trained.params["checksum"])[0] % 100) / 100)
 
 
 class MovingLearner(Learner):
@@ -82,7 +82,7 @@ class MovingLearner(Learner):
         return np.float32(0.01)
 
     def evaluate(self, state):
-        return evaluation(self._setup, state.step / 100)
+        return evaluation(self._held_out.prompts, state.step / 100)
 
 
 def measured(batch, loss: float) -> tuple[dict, TokenResults]:
@@ -96,10 +96,10 @@ def measured(batch, loss: float) -> tuple[dict, TokenResults]:
     )
 
 
-def evaluation(setup, accuracy: float) -> Evaluation:
+def evaluation(held_out, accuracy: float) -> Evaluation:
     """An evaluation of answers that nothing sampled."""
     graded = {"completion": "2", "reward": 1.0, "accurate": False, "truncated": False}
-    problems = zip(setup.held_out.texts, setup.held_out.answers, strict=True)
+    problems = zip(held_out.texts, held_out.answers, strict=True)
     samples = [
         {"problem": place, "prompt": text, "question": text, "answer": answer} | graded
         for place, (text, answer) in enumerate(problems)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from recjax.clocks import PhaseSeconds
 from recjax.config import Config
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.queue import Queue
@@ -12,11 +13,10 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward
 from recjax.training import loop
 from recjax.training.log import queue_metrics
-from recjax.training.metrics import PhaseSeconds
-from recjax.training.prepare import Setup
+from recjax.training.policy_source import PolicySource
 from recjax.training.run import Run, Source, State, Update
 from recjax.training.sampling import LocalSampler
-from recjax.training.sources import PolicySource
+from recjax.training.setup import Setup
 from recjax.training.update import TrainState
 from tests.training.counting import CountingLearner
 

@@ -16,8 +16,8 @@ import pytest
 
 from recjax.config import RegimeConfig
 from recjax.errors import UserError
-from recjax.rollout import generators
-from recjax.rollout.generators import Generators
+from recjax.training import generators
+from recjax.training.generators import Generators
 from recjax.training.metrics import read_metrics
 from tests.commands import Command
 from tests.experience.rows import read_columns, same

@@ -15,11 +15,10 @@ from recjax.config import RegimeConfig
 from recjax.experience.group import token_staleness
 from recjax.experience.queue import Queue, settings_of, take
 from recjax.experience.replay import Entry
-from recjax.rollout import generators
-from recjax.rollout.generators import Generators
-from recjax.training import loop
+from recjax.training import generators, loop
+from recjax.training.generators import Generators, open_generator
+from recjax.training.policy_source import PolicySource
 from recjax.training.prepare import prepare
-from recjax.training.sources import PolicySource, open_generator
 from tests import commands
 from tests.closeness import assert_same_logprobs
 from tests.experience.groups import make_group

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recjax import hosts
-from recjax.rollout.generators import Assignment, Generators
+from recjax.training.generators import Assignment, Generators
 from recjax.training.metrics import read_metrics
 from tests.commands import said, two_of
 from tests.experience.rows import read_columns
@@ -73,7 +73,7 @@ import jax
 import numpy as np
 from recjax import hosts
 from recjax.config import load_config
-from recjax.rollout.generators import require_ray
+from recjax.training.generators import require_ray
 from recjax.training import checkpoint, loop, start
 
 hosts.LOST_SECONDS = 15

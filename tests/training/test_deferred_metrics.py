@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from recjax.clocks import DeviceClock
 from recjax.experience.store import Store
-from recjax.models.placement import DeviceClock
 from recjax.training import checkpoint, learner, loop
 from recjax.training.metrics import MetricsWriter, read_metrics
 from tests.experience.rows import read_columns

@@ -334,8 +334,8 @@ def test_a_killed_warm_start_ends_as_one_that_ran_through(config, folder, monkey
 class CountingStage(Interrupted):
     """The learner of the stage, without compiled programs."""
 
-    def begin(self, setup, params):
-        return jax.tree.map(jnp.asarray, super().begin(setup, params))
+    def begin(self, *arguments, **others):
+        return jax.tree.map(jnp.asarray, super().begin(*arguments, **others))
 
     def kept(self, trained, step):
         return trained
@@ -347,7 +347,7 @@ class CountingStage(Interrupted):
 def test_the_stage_is_killed_stopped_and_resumed_as_every_run(config, folder, monkeypatch, tmp_path):
     def trained(name, at=0, act=None):
         stage = CountingStage(at, act)
-        monkeypatch.setattr(demonstrations, "_SupervisedLearner", lambda: stage)
+        monkeypatch.setattr(demonstrations, "_SupervisedLearner", lambda shown: stage)
         rows = count(config(name, "training.steps=2"))
         return len(stage.batches), without_times(rows), read_metrics(tmp_path / name / "warm_start/metrics.jsonl")
 

@@ -9,11 +9,12 @@ from recjax.models.drift import drifted
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import flatten
 from recjax.rollout.requests import Weights
+from recjax.training.evaluation import HeldOut
+from recjax.training.generators import open_generator
 from recjax.training.learner import Learner
 from recjax.training.policies import initial_policy
 from recjax.training.prepare import prepare
 from recjax.training.sampling import BatchSampler
-from recjax.training.sources import open_generator
 from tests.training.tiny_run import one_device, train, without_times
 
 
@@ -121,8 +122,7 @@ def test_generators_and_the_trainer_sample_alike_from_changed_weights(tiny, logp
     with one_device():
         setup, params = prepare(config, initial_policy)
         with setup.grading:
-            learner = Learner()
-            learner.begin(setup, params)
+            Learner().begin(config, setup.policy, params, HeldOut(setup.held_out, setup.grading))
             exact = jax.tree.map(jnp.asarray, params_on_host(params))
             here, _ = setup.sampler.sample(exact, 3, 1)
             later, _ = setup.sampler.sample(exact, 4, 1)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience import queue, sources
+from recjax.experience import missing_logprobs, queue
 from recjax.experience.group import Grade
 from recjax.planning.dry_run import dry_run, show_dry_run
-from recjax.training import loop
-from recjax.training import sources as training_sources
+from recjax.training import loop, store_source
 from recjax.training.prepare import prepare
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow
@@ -160,7 +159,7 @@ def test_current_log_probs_are_those_before_the_first_update(tiny, expert, monke
         return [
             group._replace(
                 completions=tuple(
-                    sources._with_logprobs(one, of_now[: len(one.rows[0].tokens)])
+                    missing_logprobs._with_logprobs(one, of_now[: len(one.rows[0].tokens)])
                     if one.rows[0].behavior_logprobs is None
                     else one
                     for one in group.completions
@@ -178,7 +177,7 @@ def test_current_log_probs_are_those_before_the_first_update(tiny, expert, monke
         before.append(trained.params["checksum"][0])
         return CountingLearner.update(learner, trained, *arguments)
 
-    monkeypatch.setattr(training_sources, "with_logprobs", scored)
+    monkeypatch.setattr(store_source, "with_logprobs", scored)
     monkeypatch.setattr(loop, "pad", watched)
     monkeypatch.setattr(learner, "update", updates)
     mix = [f"experience.mix.store={expert}", "experience.missing_logprobs=current", "evaluation.every=0"]

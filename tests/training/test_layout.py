@@ -1,7 +1,6 @@
 """Batches are packed, unasked, where that is much less work, and only there."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def with_lengths(lengths, prompts=8, group=8, prompt_time=64, time=256):
 
 def packed(config, batch, shape=SMALL, doublings=None, teacher=None, **options):
     learner = Learner()
-    learner._setup = SimpleNamespace(config=config)
+    learner._config = config
     learner._recipe = recipe_of(config, Decoder(shape, **options), teacher)
     layout = learner.layout(batch, None, doublings)
     assert doublings in (None, layout.doublings)

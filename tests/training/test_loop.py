@@ -276,9 +276,9 @@ def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_p
 
 def test_a_run_activates_the_mesh_of_its_config_unless_one_is_active(tiny):
     class Watching(CountingLearner):
-        def begin(self, setup, params):
+        def begin(self, *arguments, **others):
             meshes.append(dict(jax.sharding.get_mesh().shape))
-            return super().begin(setup, params)
+            return super().begin(*arguments, **others)
 
     meshes, sizes = [], {"data": 2, "fsdp": 2, "tensor": 1}
     options = {"learner": Watching(), "sources": sampled_by(prepared_batch)}

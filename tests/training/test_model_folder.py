@@ -79,8 +79,8 @@ def on(monkeypatch):
             def today(cls):
                 return cls.fromisoformat(day)
 
-        for module in ("hub.tokenizers", "training.run_folder", "generate_experience"):
-            monkeypatch.setattr(f"recjax.{module}.date", Today)
+        for module in ("recjax.hub.tokenizers", "recjax.training.run_folder", "recjax.generate_experience"):
+            monkeypatch.setattr(f"{module}.date", Today)
 
     return on
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from recjax.clocks import PhaseSeconds
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.foreign import Columns
@@ -32,10 +33,11 @@ from recjax.tasks.grading.pool import Grading
 from recjax.tasks.grading.reward import Reward, load_reward
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts, encode_problems
-from recjax.training import checkpoint, regrading, sources
-from recjax.training.metrics import PhaseSeconds, batch_metrics, read_metrics
-from recjax.training.prepare import Setup, batch_shape, prepare
+from recjax.training import checkpoint, regrading, store_source
+from recjax.training.metrics import batch_metrics, read_metrics
+from recjax.training.prepare import prepare
 from recjax.training.run import State
+from recjax.training.setup import Setup, batch_shape
 from tests.closeness import assert_close, assert_same_gradient
 from tests.experience.rows import append, append_columns, columns_of, make_row, read, read_columns, text_row
 from tests.training.counting import CountingLearner, count, killed
@@ -80,7 +82,7 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
     config = tiny("offline", "regime.offline=true", "experience.record=true")
     offline = count(config)
     monkeypatch.setattr(
-        sources, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
+        store_source, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
     )
     from_store = count(tiny("store", f"experience.store={config.output}/experience.db"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
@@ -327,7 +329,7 @@ def test_texts_train_what_reads_no_log_probs(tiny, texts):
     # Groups are ragged; means are of the rows that are there.
     found = prepare(config)[0].stored
     assert len({len(group.completions) for group in found.groups}) > 1
-    groups = sources.groups_at(found.groups, 4, 1, config.seed)
+    groups = store_source.groups_at(found.groups, 4, 1, config.seed)
     rewards = [row.grade.reward for group in groups for row in group.completions]
     np.testing.assert_allclose(rows[1]["reward"], np.mean(rewards), rtol=1e-5)
     np.testing.assert_allclose(rows[1]["accuracy"], np.mean(np.array(rewards) >= 1))
@@ -392,7 +394,9 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
 
 
 def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("recjax.experience.sources._presets_without", lambda: ["red_weight"])  # it builds all presets
+    monkeypatch.setattr(
+        "recjax.experience.missing_logprobs._presets_without", lambda: ["red_weight"]
+    )  # it builds all presets
     rows = read_columns(drawn)
     numbers = itertools.count()
 

@@ -67,7 +67,7 @@ def test_a_tracker_gets_every_row_the_config_figures_and_samples(tiny, monkeypat
     assert module.options["config"]["training"]["steps"] == 3 and module.finished
     logged = {name: [step for step, row in module.logged if name in row] for name in ("samples", "figures/training")}
     assert logged == {"samples": [0, 3], "figures/training": [3]}  # at each evaluation, and at the end
-    numbers = [(step, row) for step, row in module.logged if "wall_seconds" in row or step == 0 and len(row) > 1]
+    numbers = [(step, row) for step, row in module.logged if "wall_seconds" in row or (step == 0 and len(row) > 1)]
     assert [step for step, _ in module.logged] == sorted(step for step, _ in module.logged)
     assert [step for step, _ in numbers] == [row["step"] for row in rows] == [0, 1, 2, 3]
     for (_, sent), row in zip(numbers, rows, strict=True):

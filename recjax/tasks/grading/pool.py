@@ -9,9 +9,9 @@ import numpy as np
 
 from recjax.config import Config
 from recjax.errors import UserError
+from recjax.grading.graders import GRADERS, grade_row
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.tasks.grading.custom import Answered, custom_parts, remote_parts
-from recjax.tasks.grading.graders import GRADERS, grade_row
 from recjax.tasks.grading.reward import (
     LENGTH,
     MOST_REWARD,

@@ -14,10 +14,11 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from recjax.algorithms.options import user_function
+from recjax.config.parts import LENGTH, OVERLONG, ROWS, SCORE, SHAPING, TURNS
 from recjax.config.tasks import PYTHON, OneTask
 from recjax.errors import UserError
 from recjax.files import digest
-from recjax.tasks.grading.graders import GRADERS, LENGTH, OVERLONG, ROWS, SCORE, SHAPING, TURNS
+from recjax.grading.graders import GRADERS
 
 MODEL = "model:"  # beginning of task.reward that names a reward model's folder
 _REWARD_MODEL = "recjax.tasks.grading.reward_model:RewardModel"  # by name, as it imports JAX
@@ -31,7 +32,7 @@ class Reward(NamedTuple):
     """The reward of completions: a sum of named parts, each times its weight.
 
     `name` is the value of `task.reward`, and `function` the function that it names, or the functions of a list. A
-    `per_row` function is one of recjax.tasks.grading.graders and grades one row in a worker process; any other function
+    `per_row` function is one of recjax.grading.graders and grades one row in a worker process; any other function
     takes a batch, see recjax.tasks.grading.custom. A part without an entry in `weights` has weight 1. An `async`
     function has `seconds` for a batch (None: no limit). A call that fails is retried `retries` times. A function that a
     program passed to recjax.run and that is not `async` runs in worker processes, which get only the function from the

@@ -1,4 +1,4 @@
-"""The built-in rewards: the function that grades a completion, the parts of the reward, and their default weights.
+"""The built-in graders: the function that grades a completion, the parts of the reward, and their default weights.
 
 Functions are given by name and not imported here, because they run in worker processes that import only them.
 """
@@ -6,14 +6,6 @@ Functions are given by name and not imported here, because they run in worker pr
 import pkgutil
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-LENGTH = "length"  # part of every reward: completion tokens / rollout.max_completion_tokens
-OVERLONG = "overlong"  # part of every reward if task.overlong_tokens is set; see `pool.overlong_penalty`
-# parts of agents' rewards: numbers of replies and of the trajectory's rows
-TURNS = "turns"
-ROWS = "rows"
-SHAPING = (LENGTH, OVERLONG, TURNS, ROWS)  # parts that recjax adds to the parts of a reward
-SCORE = "score"  # name of the part if a reward is a plain number
 
 
 class Grader(NamedTuple):
@@ -40,7 +32,7 @@ def grade_row(function: str, *row: Any) -> dict[str, float] | str | None:
 
 _MATH = "recjax.grading.math_answers"
 _TOOLS = "recjax.grading.tool_calls"
-_GYM = "recjax.tasks.grading.gym"
+_GYM = "recjax.grading.gym"
 
 GRADERS = {
     "gsm8k": Grader(f"{_MATH}:gsm8k", {"accuracy": 1.0, "format": 0.1}, f"{_MATH}:parse_tagged"),

@@ -10,18 +10,30 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from recjax import hosts
+from recjax.clocks import PhaseSeconds
 from recjax.config import Config, RegimeConfig
 from recjax.errors import UserError
+from recjax.experience.group import Grade, Group
+from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
+from recjax.models.trainable import combine
+from recjax.rollout.agents import Agents
+from recjax.rollout.requests import Weights
+from recjax.tasks.grading.pool import Grading
+from recjax.tasks.grading.reward import Reward
+from recjax.tasks.prompts import Prompts
+from recjax.training.sampling import BatchSampler
 
 AT_A_TIME = 2  # batches per generator: one is sampled while the second is graded or waits
 logger = logging.getLogger(__name__)
@@ -332,3 +344,52 @@ class Generators:
         self._since[generator] = time.monotonic()
         for number in numbers:
             self._send(number, generator)
+
+
+Newest = Callable[[], tuple[int, dict] | None]  # the latest trained parameters and their version
+
+
+@contextlib.contextmanager
+def open_generator(
+    config: Config,
+    policy: Policy,
+    prompts: Prompts,
+    reward: Reward,
+    frozen: dict,
+    older_params: Callable[[Config, Policy, dict, dict], Callable[[int], dict]] | None = None,
+) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
+    """The function of a generator: from a batch's number, policy version and weights to its groups and their grades.
+
+    It samples one batch at a time, during the grading of the previous batch, and takes new weights between rounds of
+    tokens.
+
+    Args:
+        frozen: parameters that are not trained, in the compute dtype.
+        older_params: see `recjax.training.policies.older_params`, for agents with frozen seats.
+    """
+    agents = Agents(config, policy) if config.task.agent else None
+    with Grading(config, reward) as grading, agents or contextlib.nullcontext():
+        frozen = jax.tree.map(jnp.asarray, frozen)
+        batches = BatchSampler(config, policy, prompts, grading, PhaseSeconds(), agents)
+        one_at_a_time = threading.Lock()
+
+        def sample(number: int, version: int, weights: dict, newest: Newest) -> tuple[list[Group], list[Grade]]:
+            latest = version
+
+            def newer() -> Weights | None:
+                nonlocal latest
+                published = newest()
+                if published is None or published[0] <= latest:
+                    return None
+                latest = published[0]
+                return Weights(combine(jax.tree.map(jnp.asarray, published[1]), frozen), latest)
+
+            # The next batch waits here; the grading below needs no device and overlaps with it.
+            with one_at_a_time:
+                if agents and older_params:
+                    agents.older_params = older_params(config, policy, frozen, weights)
+                params = combine(jax.tree.map(jnp.asarray, weights), frozen)
+                groups, grades = batches.sample(params, version, number, newer=newer)
+            return groups, grades.result()
+
+        yield sample
