@@ -29,6 +29,7 @@ from recjax.config.fields import (
     value_of,
 )
 from recjax.config.model import POLICY, MeshConfig, ModelConfig, WarmStartConfig
+from recjax.config.optimizers import ADAMW, checked_options, optimizer_function, takes_weight_decay
 from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
 from recjax.models.sampling import Sampling
 
@@ -199,10 +200,21 @@ _SCHEDULES = {
 }
 
 
-class OptimizerConfig(ConfigBlock):
-    """AdamW with a schedule and clipping of the gradient's global norm."""
+_IS_ADAMW = f"optimizer.name = {ADAMW}"
 
-    learning_rate: Float = key(1e-6, "Learning rate of AdamW after the warm-up", ge=0, le=1)
+
+class OptimizerConfig(ConfigBlock):
+    """AdamW, or another optimizer, with a schedule and clipping of the gradient's global norm."""
+
+    name: str = key(
+        ADAMW,
+        "Optimizer: a function of optax or optax.contrib such as adamw, sgd, muon, lion or adafactor; or your own"
+        " module:function, which takes learning_rate and options and returns an optax.GradientTransformation",
+    )
+    options: dict[str, Any] = key(
+        dict, "Further arguments of the optimizer's function, such as {momentum: 0.9} for sgd"
+    )
+    learning_rate: Float = key(1e-6, "Learning rate after the warm-up", ge=0, le=1)
     schedule: Literal["constant", "linear", "cosine"] | dict[str, Any] = key(
         "constant",
         "Learning rate schedule after the warm-up; linear and cosine decay to zero over training.steps. A mapping names"
@@ -213,16 +225,19 @@ class OptimizerConfig(ConfigBlock):
         0, "Optimizer steps in which the learning rate rises from zero", must="be below training.steps", ge=0
     )
     clip_norm: Number = key(1.0, "Limit of the gradients' global norm; .inf: no clipping", gt=0, le=math.inf)
-    weight_decay: Float = key(0.0, "Decoupled weight decay, as in AdamW", ge=0, le=1)
-    beta1: Float = key(0.9, "Decay of the gradients' mean", ge=0, lt=1)
-    beta2: Float = key(0.999, "Decay of the squared gradients' mean", ge=0, lt=1)
-    epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", gt=0, le=1)
+    weight_decay: Float = key(
+        0.0, "Argument weight_decay of the optimizer's function; decoupled from the gradient in AdamW", ge=0, le=1
+    )
+    beta1: Float = key(0.9, "Decay of the gradients' mean", needs=_IS_ADAMW, ge=0, lt=1)
+    beta2: Float = key(0.999, "Decay of the squared gradients' mean", needs=_IS_ADAMW, ge=0, lt=1)
+    epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", needs=_IS_ADAMW, gt=0, le=1)
     state: Literal["run", "new"] = key(
-        "run", "Adam's state before the first step with model.run: that run's state, or zeros", needs="model.run"
+        "run", "Optimizer state before the first step with model.run: that run's state, or a new one", needs="model.run"
     )
 
     def refusals(self, config: "Config") -> Iterator[Refusal]:
-        """A schedule that cannot be built."""
+        """An optimizer or a schedule that cannot be built."""
+        self.build_options()
         if isinstance(self.schedule, dict):
             import jax  # imported here, so that grading workers start without JAX
 
@@ -233,6 +248,23 @@ class OptimizerConfig(ConfigBlock):
                 problem = problem or f"optimizer.schedule = {self.schedule!r}: optax refuses it: {described(error)}"
                 raise ValueError(problem) from error
         return iter(())
+
+    def build_options(self) -> dict[str, Any]:
+        """Arguments of the optimizer's function apart from the learning rate and the weight decay, which may vary.
+
+        Raises:
+            ValueError: no such optimizer, or an option or a weight decay that it does not take.
+        """
+        if self.name == ADAMW and not self.options:
+            options = {}
+        else:
+            function = optimizer_function(self.name)
+            options = checked_options(self.name, function, self.options)
+            is_taken = self.weight_decay == 0 or takes_weight_decay(function)
+            require(is_taken, "optimizer.weight_decay", self.weight_decay, f"{self.name} takes none; remove it")
+        if self.name == ADAMW:
+            options |= {"b1": self.beta1, "b2": self.beta2, "eps": self.epsilon}
+        return options
 
     def build_schedule(self, steps: int) -> "optax.Schedule":
         """Learning rate by number of previous updates: a linear warm-up, then the schedule.
