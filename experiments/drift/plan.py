@@ -19,6 +19,7 @@ METHODS, CAUSES, CHECKS = PLAN["methods"], PLAN["causes"], PLAN["checks"]
 FIRST_PILOT_SEED = 100
 NONE = "none"  # the cause without age and noise
 AXES = ["setup", "algorithm", "cause", "rate", "seed"]
+RUNS, SMOKE = "runs/drift_plan", "runs/drift_smoke"
 RECORDED_TOP_K = 128  # for score centering: the whole vocabulary of the sums
 
 
@@ -76,7 +77,7 @@ def run_of(
 
     Args:
         scales: see `drift_of`.
-        extra: further `key=value` overrides, which come last.
+        extra: `key=value` overrides of a smoke run, which come last.
     """
     planned = PLAN["tasks"][task]
     setup = planned["setups"][cell.setup]
@@ -90,7 +91,7 @@ def run_of(
         # An age is in optimizer steps, and an interval in batches.
         "regime.sync_interval": max(CAUSES[cell.cause]["age"] // updates, 1),
         "seed": seed,
-        "output": "__".join([f"runs/drift_plan/{task}/{cell.setup}", *[*settings.values()][1:]]),
+        "output": f"{SMOKE if extra else RUNS}/{task}/{'__'.join(settings.values())}",
     }
     if centers(cell.algorithm):
         changes["rollout.recorded_top_k"] = RECORDED_TOP_K
