@@ -246,7 +246,9 @@ class Programs:
             version = (number - 1) // regime.interval * regime.interval - regime.offset
             batch = self._batch(seed, sampler, asked, keys, regime.drift, jnp.maximum(version, 0) * updates)
             key = jax.random.fold_in(drop_key(seed.number), number)
-            context = UpdateContext({}, key, proximal_logprobs=self._proximal(state.params, batch), hyperparameters=self._options)
+            context = UpdateContext(
+                {}, key, proximal_logprobs=self._proximal(state.params, batch), hyperparameters=self._options
+            )
             measured = []
             for _ in range(updates):
                 state, metrics, _ = update(state, batch, Layout(), context, recipe=self._recipe)

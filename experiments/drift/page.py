@@ -4,7 +4,7 @@ Methods, checks, margins, seeds and rates were written into plan.yaml before the
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from experiments.claims.markdown import markdown_table
 from experiments.claims.verdicts import Check, Claim, check_starts, fallen, mean_over_steps
 from experiments.drift import plan
-from recjax.analysis.collect import COLUMNS
 from recjax.analysis.compare import final
 from recjax.analysis.statistics import MIN_SEEDS, Estimate, estimate, holm
 from recjax.plots.style import COLORS, add_legend, finish, new_figure, plain_ticks
@@ -85,6 +84,8 @@ PUBLISHED_LINES = {  # color and style; the same method with score centering has
 }
 PANELS = {"age": "old samples", "noise": "noisy engine", "noise_wrong": "noisy engine,\nwrong log-probs"}
 COMPARED_KL = 0.05  # nats, near which the page's table compares the causes' gradients
+NEGLIGIBLE = 0.005  # a difference whose whole interval is closer to 0 is none
+SAME = "no difference"
 NOT_RUN = "Not run.\n"
 CELL = ["setup", "algorithm", "cause"]
 
@@ -185,6 +186,11 @@ def chance_text(found: Found) -> str:
     )
 
 
+def is_same(made: Check) -> bool:
+    """True if a check is about a direction and its whole interval or range is within NEGLIGIBLE."""
+    return max(abs(made.found.low), abs(made.found.high)) < NEGLIGIBLE and made.expected in ("higher", "lower")
+
+
 def verdict(made: Check | None, survives: bool = True) -> str:
     """A check's outcome as a verdict.
 
@@ -193,13 +199,17 @@ def verdict(made: Check | None, survives: bool = True) -> str:
     """
     if made is None:
         return "not run"
+    if is_same(made):
+        return f"{SAME} in any seed" if made.found.is_range else SAME
     words = Claim("", (), [made]).verdict
     return "holds alone" if words == "holds" and not survives else words
 
 
 def spread_text(found: Estimate | None) -> str:
     """Mean and interval, or range, of a difference."""
-    return "not run" if found is None else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    if found is None:
+        return "not run"
+    return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})".replace("-", "−")
 
 
 def check_name(first: str, second: str) -> str:
@@ -230,7 +240,8 @@ def verdicts_table(found: Mapping[str, Found]) -> str:
             made = found[task].get(place)
             is_planned = place in found[task]
             text = verdict(made, place in surviving[task]) if is_planned else "–"
-            cells.append(f"{made.found.mean:+.3f}, {text}" if made else text)
+            mean = f"{made.found.mean:+.3f}".replace("-", "−") if made else ""
+            cells.append(f"{mean}, {text}" if made else text)
         if set(cells) != {"–"}:
             rows.append([check_name(check["first"], check["second"]), claimed(check), *cells])
     header = [f"{TASKS[task]}: {CAUSES[cause]}" for task, _, cause in columns]
@@ -457,11 +468,6 @@ def planned_runs(task: str, runs: Runs | None) -> int:
         pilots = planned["pilot_seeds"] * len(planned["setups"][cell.setup]["rates"]) if cell.has_pilot else 0
         total += len(rates) * planned["seeds"] + pilots
     return total
-
-
-def without_plan(table: pd.DataFrame) -> pd.DataFrame:
-    """A table's columns in the plan's form."""
-    return table[[*plan.AXES, "step", *(name for name in COLUMNS if name in table)]]
 
 
 def write_page(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None:
