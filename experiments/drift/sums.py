@@ -13,6 +13,7 @@ from experiments.drift import plan
 from recjax.cache import keep_compiled_programs
 
 TASK = "sums"
+SCALE_SEEDS = 2  # pilot seeds that measure the scales
 SIZES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # scales of the noise at which a pilot measures it
 ENGINE_GAP = 0.02  # nats of mean |Δ log π|, as logs of engines that serve other kernels show
 
@@ -27,8 +28,7 @@ def measure_scales(extra: tuple[str, ...] = ()) -> dict:
     gap: mean |Δ log π| of the initial policy's samples, by scale.
     """
     keep_compiled_programs()
-    planned = plan.PLAN["tasks"][TASK]
-    seeds = range(plan.FIRST_PILOT_SEED, plan.FIRST_PILOT_SEED + planned["pilot_seeds"])
+    seeds = range(plan.FIRST_PILOT_SEED, plan.FIRST_PILOT_SEED + SCALE_SEEDS)
     by_seed = [_measured(seed, extra) for seed in seeds]
     causes = {cell.cause for cell in plan.cells_of(TASK)}
     scales = {}
