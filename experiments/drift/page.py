@@ -13,10 +13,18 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.claims.markdown import markdown_table
-from experiments.claims.verdicts import Check, Claim, check_starts, fallen, mean_over_steps
+from experiments.claims.verdicts import (
+    Check,
+    Claim,
+    chance_text,
+    check_starts,
+    fallen,
+    mean_over_steps,
+    surviving,
+)
 from experiments.drift import plan
 from recjax.analysis.compare import final
-from recjax.analysis.statistics import MIN_SEEDS, Estimate, estimate, holm
+from recjax.analysis.statistics import Estimate, estimate
 from recjax.plots.style import COLORS, add_legend, finish, new_figure, plain_ticks
 
 HERE = Path(__file__).parent
@@ -167,23 +175,13 @@ def checks(values: pd.Series, task: str) -> Found:
 
 def corrected(found: Found) -> set[Place]:
     """The checks that hold after Holm's correction for all checks of a task that have a verdict."""
-    made = {place: check for place, check in found.items() if check is not None and not check.found.is_range}
-    adjusted = holm([check.p_value for check in made.values()])
-    return {place for place, p_value in zip(made, adjusted, strict=True) if p_value <= plan.PLAN["level"]}
+    made = {place: check for place, check in found.items() if check is not None}
+    return {place for place, holds in zip(made, surviving([*made.values()]), strict=True) if holds}
 
 
-def chance_text(found: Found) -> str:
-    """How many verdicts of a task there are, hold, and would hold by chance; ranges have no verdicts."""
-    tested = [check for check in found.values() if check is not None and not check.found.is_range]
-    if not tested:
-        return f"None of the {len(found)} checks has the {MIN_SEEDS} seeds that a verdict needs."
-    holding = sum(check.outcome == "as claimed" for check in tested)
-    by_chance = plan.PLAN["level"] * len(tested)
-    return (
-        f"{len(tested)} of {len(found)} checks have verdicts. {holding} are as claimed one by one, and"
-        f" {len(corrected(found))} after Holm's correction. Without any effect, {by_chance:.1f} would be as claimed by"
-        " chance."
-    )
+def chance(found: Found) -> str:
+    """How many verdicts of a task there are, and how many would hold by chance."""
+    return chance_text([check for check in found.values() if check is not None], len(found))
 
 
 def is_same(made: Check) -> bool:
@@ -501,7 +499,7 @@ def write_page(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None
         parts["published"] = "![Final accuracy by fixed noise and with old samples](drift/published.png)\n"
     for task in TASKS:
         of_task = found.get(task, {})
-        parts[f"{task}_chance"] = chance_text(of_task["final best"]) if of_task else ""
+        parts[f"{task}_chance"] = chance(of_task["final best"]) if of_task else ""
         parts[f"{task}_runs"] = str(len(runs[task].final) if task in runs else 0)
         parts[f"{task}_all"] = str(planned_runs(task, runs.get(task)))
         parts[f"{task}_broken"] = broken_text(task, tables[task], runs[task]) if task in runs else ""

@@ -232,7 +232,7 @@ def test_verdicts_hold_after_the_correction_for_their_number():
     assert {place[1] for place in surviving} == {"opmd"} and len(surviving) > 2
     made = found["adamw", "opmd", "reinforce", "age20"]
     assert (page.verdict(made), page.verdict(made, survives=False)) == ("holds", "holds alone")
-    assert " after Holm's correction. Without any effect" in page.chance_text(found)
+    assert " after Holm's correction. Without any effect" in page.chance(found)
 
 
 def test_the_page_renders_from_a_small_table(tmp_path):

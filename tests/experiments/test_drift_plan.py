@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.claims.verdicts import MARGIN, Check
+from experiments.claims.verdicts import LEVEL, MARGIN, Check
 from experiments.drift import __main__ as main
 from experiments.drift import page, plan, sums
 from recjax.analysis.statistics import MIN_SEEDS, estimate
@@ -30,7 +30,9 @@ def test_compared_methods_differ_in_one_thing(check):
     assert METHODS[check["first"]]["differs_from"] == check["second"] and METHODS[check["first"]]["in"]
     first, second = axes_of(check["first"]), axes_of(check["second"])
     assert len([name for name in first if first[name] != second[name]]) == 1
-    assert PLAN["margin"] == MARGIN and Check("", check["expected"], MARGIN, estimate(np.zeros(6))).outcome
+    assert (PLAN["margin"], PLAN["level"]) == (MARGIN, LEVEL) and Check(
+        "", check["expected"], MARGIN, estimate(np.zeros(6))
+    ).outcome
 
 
 def test_every_method_and_cause_is_planned_and_named():
