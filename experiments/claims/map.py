@@ -1,7 +1,8 @@
 """Makes the runs of map.yaml, and their table.
 
     python -m experiments.claims.map [--smoke] [--seeds 0] [--workers N]    # makes what is missing
-    python -m experiments.claims.map --collect                              # writes experiments/claims/map.parquet
+    python -m experiments.claims.map --checks [--workers N]                 # makes the runs of checks.yaml instead
+    python -m experiments.claims.map [--checks] --collect                   # writes map.parquet or checks.parquet
 
 It resumes: a run that has a file or is in the table is finished. Runs of one algorithm share compiled programs (see
 programs.py), an algorithm in one of `--workers` processes. All runs of a seed come before those of the next.
@@ -17,8 +18,10 @@ import pandas as pd
 from absl import app, flags
 
 from recjax.analysis.collect import collect as collect_metrics
+from recjax.analysis.compare import final
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config, RegimeConfig
+from recjax.config.yaml_values import read_yaml_file
 from recjax.console import command, progress_bar
 from recjax.errors import UserError
 from recjax.files import write_whole
@@ -27,6 +30,7 @@ from recjax.training.run_folder import is_finished
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent
 TABLE = HERE / "map.parquet"
+CHECKS_TABLE = HERE / "checks.parquet"
 
 
 def file_of(run: SweepRun) -> Path:
@@ -37,6 +41,34 @@ def file_of(run: SweepRun) -> Path:
 def in_order(runs: list[SweepRun]) -> list[SweepRun]:
     """Seed by seed, and runs of one program one after the other."""
     return sorted(runs, key=lambda run: (run.config.seed, run.settings["algorithm"], run.config.regime.sync_offset > 0))
+
+
+def check_runs(table: pd.DataFrame) -> list[SweepRun]:
+    """The runs of checks.yaml: seed by seed, each algorithm at its best rate in each regime.
+
+    Args:
+        table: the map's, whose seeds choose the rates.
+    """
+    planned = read_yaml_file(HERE / "checks.yaml")
+    means = final(table).groupby(["algorithm", "regime", "rate"]).mean()
+    best = means.groupby(["algorithm", "regime"]).idxmax().map(lambda place: place[2])
+    examples = {}  # a run of each algorithm and regime
+    for run in read_sweep(HERE / planned["rates_by"])[1]:
+        examples.setdefault((run.settings["algorithm"], run.settings["regime"]), run)
+    algorithms = {name: (name, 1) for name in table["algorithm"].unique()}
+    algorithms |= {name: (chosen["algorithm"], chosen["factor"]) for name, chosen in planned["multiples"].items()}
+    runs = []
+    for seed in planned["seeds"]:
+        for name, (algorithm, factor) in algorithms.items():
+            for regime in planned["regimes"]:
+                rate = float(best[algorithm, regime]) * factor
+                settings = {"algorithm": name, "rate": f"{rate:g}", "regime": regime, "seed": str(seed)}
+                config = examples[algorithm, regime].config
+                optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
+                output = f"runs/claims_checks/{'__'.join(settings.values())}"
+                changes = {"seed": seed, "output": output, "optimizer": optimizer}
+                runs.append(SweepRun(settings, [], config.model_copy(update=changes)))
+    return runs
 
 
 def without_arguments(config: Config) -> Config:
@@ -156,7 +188,8 @@ def make_missing(runs: list[SweepRun], path: Path, workers: int, drifts: bool = 
     """
     waiting = missing(runs, path)
     algorithms = sorted({run.settings["algorithm"] for run in waiting})
-    os.environ["PJRT_NPROC"] = str(max(1, os.cpu_count() // workers))  # for the workers, which import JAX
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ["PJRT_NPROC"] = str(max(1, cores // workers))  # for the workers, which import JAX
     spawn = multiprocessing.get_context("spawn")
     shares = [algorithms[place::workers] for place in range(workers)]
     parts = [[run for run in waiting if run.settings["algorithm"] in share] for share in shares]
@@ -181,9 +214,13 @@ def main(argv: list[str]) -> None:
     """Makes what is missing, or collects what is there."""
     if argv[1:]:
         raise UserError("", f"{argv[1]!r} is not understood; see --help")
-    runs = in_order(read_sweep(HERE / "map.yaml", FLAGS.smoke)[1])
-    # The smoke block's runs have the names of others, and fewer steps.
-    path = file_of(runs[0]).parent / TABLE.name if FLAGS.smoke else TABLE
+    if FLAGS.checks:
+        runs = check_runs(pd.read_parquet(TABLE))
+        path = CHECKS_TABLE
+    else:
+        runs = in_order(read_sweep(HERE / "map.yaml", FLAGS.smoke)[1])
+        # The smoke block's runs have the names of others, and fewer steps.
+        path = file_of(runs[0]).parent / TABLE.name if FLAGS.smoke else TABLE
     if FLAGS.collect:
         table = collect(runs, path)
         write_table(table, path)
@@ -195,6 +232,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_bool("smoke", False, "The few runs of the file's smoke block.")
+    flags.DEFINE_bool("checks", False, "The runs of checks.yaml instead of the map's.")
     flags.DEFINE_bool("collect", False, "Write the table of what is finished.")
     flags.DEFINE_list("seeds", [], "Only runs of these seeds.")
     flags.DEFINE_integer("workers", 2, "Processes.", lower_bound=1)

@@ -29,7 +29,16 @@ from experiments.claims.staleness import (
     rank_correlations,
     survived,
 )
-from experiments.claims.verdicts import REGIMES, Claim, as_json, check_starts, claims, mean_over_steps
+from experiments.claims.verdicts import (
+    REGIMES,
+    Claim,
+    as_json,
+    chance_text,
+    check_starts,
+    claims,
+    mean_over_steps,
+    surviving,
+)
 from recjax.analysis.collect import axes_of, read_runs, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import read_sweep
@@ -47,6 +56,7 @@ TABLES = {
     "chains": HERE / "chains.parquet",
 }
 REAL_MODEL = ("smollm2", "chains")  # tables of SmolLM2's runs: its main task, and a harder one
+CHECKS = HERE / "checks.parquet"  # the toy task's runs of checks.yaml
 PEER = HERE / "peer.parquet"
 DOCS = HERE.parent.parent / "docs"
 FRESH_AND_STALE = {  # lines of the README's figure: algorithm and regime, both of the map at RATE
@@ -134,17 +144,62 @@ def peer_table(table: pd.DataFrame) -> str:
 
 
 def verdicts_table(tables: dict[str, pd.DataFrame]) -> str:
-    """The verdicts of the map's three readings, of SmolLM2's two tasks, and of the grid for C4."""
-    found = {reading: map_page.claims(rows) for reading, rows in map_page.read(tables["map"]).items()}
+    """The verdicts of the toy task's checks, of two readings of the map, and of SmolLM2's two tasks."""
+    found = {"checks": claims(tables["checks"].drop(columns="rate"))} if "checks" in tables else {}
+    readings = map_page.read(tables["map"])
+    found |= {reading: map_page.claims(readings[reading]) for reading in ("edge", "area")}
     found |= {name: real_model.claims(real_model.main_runs(tables[name])) for name in REAL_MODEL}
+    survivors = surviving_claims(found["checks"]) if "checks" in found else set()
     rows = []
     for name, claim in claims(tables["grid"]).items():
-        known = [of.get(name) for of in found.values()]
-        verdicts = [one.verdict if one else "–" for one in known]
-        text = known[0].text if known[0] else f"{claim.text} At 3e-4: {claim.verdict}."
-        rows.append([name, text, *verdicts])
-    readings = [heading.format(edge=map_page.edge_rate(tables["map"])) for heading in map_page.READINGS.values()]
-    return markdown_table(["", "claim", *readings, "SmolLM2", "SmolLM2, harder task"], rows)
+        verdicts = []
+        for source, of_source in found.items():
+            words = of_source[name].verdict if name in of_source else "–"
+            if source == "checks" and words == "holds" and name not in survivors:
+                words = "holds alone"
+            verdicts.append(words)
+        rows.append([name, claim.text, *verdicts])
+    seeds = tables["checks"]["seed"].nunique() if "checks" in tables else 0
+    header = [f"toy task, each at its best rate, {seeds} seeds"] if seeds else []
+    header += [
+        f"{map_page.READINGS[name].format(edge=map_page.edge_rate(tables['map']))}, 3 seeds"
+        for name in ("edge", "area")
+    ]
+    return markdown_table(["", "claim", *header, "SmolLM2", "SmolLM2, harder task"], rows)
+
+
+def surviving_claims(found: dict[str, Claim]) -> set[str]:
+    """The claims whose checks all hold after Holm's correction for the checks of all claims."""
+    places = [(name, check) for name, claim in found.items() for check in claim.checks]
+    holds = surviving([check for _, check in places])
+    lost = {name for (name, _), survives in zip(places, holds, strict=True) if not survives}
+    return set(found) - lost
+
+
+def checks_parts(table: pd.DataFrame | None) -> dict[str, str]:
+    """What the pages say of the toy task's checks: their table, their number, and the rates."""
+    if table is None:
+        return {"checks_table": "Not run.\n", "checks_chance": "", "checks_runs": "0", "checks_rates": ""}
+    found = claims(table.drop(columns="rate"))
+    made = [check for claim in found.values() for check in claim.checks]
+    holds = iter(surviving(made))
+    rows = []
+    for name, claim in found.items():
+        for check in claim.checks:
+            low, high = check.found.low, check.found.high
+            spread = f"{check.found.mean:+.3f} ({low:+.3f} to {high:+.3f})".replace("-", "−")
+            survives = "yes" if next(holds) else "no"
+            row = [name, map_page.in_words(check.what, NAMES), check.claimed, spread, str(check.found.count)]
+            rows.append([*row, check.shown, survives])
+    rates = table.groupby(["algorithm", "regime"])["rate"].first().unstack()[list(REGIMES)]
+    rate_rows = [[NAMES[name], *rates.loc[name]] for name in NAMES if name in rates.index]
+    header = ["", "number", "as claimed if", "mean and interval", "seeds", "outcome", "after Holm's correction"]
+    return {
+        "checks_table": markdown_table(header, rows),
+        "checks_chance": chance_text(made, len(made)),
+        "checks_runs": str(len(final(table))),
+        "checks_rates": markdown_table(["", *(NAMES[regime] for regime in REGIMES)], rate_rows),
+    }
 
 
 def two_runs(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -212,6 +267,7 @@ def write_pages(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> Non
     )
     parts = {
         "verdicts": verdicts_table(tables),
+        **checks_parts(tables.get("checks")),
         "summary": summary,
         "grid": grid_table(table),
         "claims": "".join(claim_section(name, claim) for name, claim in found.items()),
@@ -253,6 +309,8 @@ def main(argv: list[str]) -> None:
         for name in FLAGS.collect:
             without_other_metrics(collect_finished(name)).to_parquet(TABLES[name], index=False, compression="zstd")
         tables = {name: read_runs(path) for name, path in TABLES.items()}
+        if CHECKS.exists():
+            tables["checks"] = pd.read_parquet(CHECKS)
     except UserError as error:
         sys.exit(f"error: {error}")
     write_pages(tables, DOCS, HERE)

@@ -210,11 +210,12 @@ class Programs:
     def run(self, seed: Seed, rate: float, regime: Regime) -> pd.DataFrame:
         """A row for each evaluation, the first before training: what it finds, and means of the steps before it."""
         every, steps = self._config.evaluation.every, self._config.training.steps
+        updates = self._config.training.updates_per_batch
         carry = jax.tree.map(jnp.copy, self.start(seed, rate))  # as the program writes over it
         rows = [{"step": 0} | self.evaluated(seed, seed.params, seed.evaluation_keys[0])]
         for first in range(0, steps, every):
-            block = slice(first, first + every)
-            numbers = jnp.arange(first + 1, first + every + 1)
+            block = slice(first // updates, (first + every) // updates)
+            numbers = jnp.arange(block.start + 1, block.stop + 1)
             carry, measured = self._trained(carry, seed, regime, (numbers, seed.asked[block], seed.keys[block]))
             evaluated = self.evaluated(seed, carry[0].params, seed.evaluation_keys[first // every + 1])
             rows.append({"step": first + every} | measured | evaluated)
@@ -227,13 +228,14 @@ class Programs:
         optimizer_state.hyperparams["learning_rate"] = jnp.float32(rate)
         return TrainState(seed.params, optimizer_state), seed.params, older
 
-    def train(self, carry: tuple, seed: Seed, regime: Regime, steps: tuple[Array, Array, Array]) -> tuple:
-        """The carry after some steps, and means over them.
+    def train(self, carry: tuple, seed: Seed, regime: Regime, batches: tuple[Array, Array, Array]) -> tuple:
+        """The carry after some batches, and means over their updates.
 
         Args:
             carry: as `start` makes it.
-            steps: of each its number, the places of its prompts, and the keys of its completions.
+            batches: of each its number, the places of its prompts, and the keys of its completions.
         """
+        updates = self._config.training.updates_per_batch
 
         def step(carry, xs):
             state, sampler, older = carry
@@ -243,16 +245,26 @@ class Programs:
             syncs = (number - 1) % regime.interval == 0
             sampler = jax.tree.map(lambda new, old: jnp.where(syncs, new, old), delayed, sampler)
             version = (number - 1) // regime.interval * regime.interval - regime.offset
-            batch = self._batch(seed, sampler, asked, keys, regime.drift, jnp.maximum(version, 0))
+            batch = self._batch(seed, sampler, asked, keys, regime.drift, jnp.maximum(version, 0) * updates)
             key = jax.random.fold_in(drop_key(seed.number), number)
-            state, metrics, _ = update(
-                state, batch, Layout(), UpdateContext({}, key, hyperparameters=self._options), recipe=self._recipe
+            context = UpdateContext(
+                {}, key, proximal_logprobs=self._proximal(state.params, batch), hyperparameters=self._options
             )
-            measured = {name: metrics[name] for name in COLUMNS if name in metrics} | {"reward": batch.rewards.mean()}
-            return (state, sampler, older), measured
+            measured = []
+            for _ in range(updates):
+                state, metrics, _ = update(state, batch, Layout(), context, recipe=self._recipe)
+                measured.append({name: metrics[name] for name in COLUMNS if name in metrics})
+            means = jax.tree.map(lambda *values: jnp.stack(values).mean(), *measured)
+            return (state, sampler, older), means | {"reward": batch.rewards.mean()}
 
-        carry, measured = jax.lax.scan(step, carry, steps)
+        carry, measured = jax.lax.scan(step, carry, batches)
         return carry, {name: values.mean() for name, values in measured.items()}
+
+    def _proximal(self, params: dict, batch: Batch) -> Float[Array, "batch time"] | None:
+        """Log-probs before a batch's first update, for algorithms that read them in several updates of a batch."""
+        if self._config.training.updates_per_batch == 1 or not self._recipe.algorithm.needs_proximal:
+            return None
+        return self._score(params, batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask)
 
     def _batch(self, seed: Seed, params: dict, asked, keys, drift: Drift | None = None, version=0) -> Batch:
         group = self._config.rollout.group_size

@@ -14,7 +14,7 @@ import scipy
 
 from recjax.analysis.collect import differing_starts
 from recjax.analysis.compare import evaluations_of, final, paired_seeds
-from recjax.analysis.statistics import Estimate, estimate, seed_means
+from recjax.analysis.statistics import MIN_SEEDS, Estimate, estimate, holm, seed_means
 from recjax.errors import UserError
 
 MARGIN = 0.05  # accuracies closer than this are alike
@@ -117,6 +117,34 @@ class Check(NamedTuple):
         if self.outcome == "undecided":
             return "differs by seed"
         return f"{self.outcome} in each of {self.found.count} seeds"
+
+
+LEVEL = 0.025  # largest one-sided p-value of a check that holds, after Holm's correction
+
+
+def surviving(checks: Sequence[Check]) -> list[bool]:
+    """Which checks hold after Holm's correction for all of them that have a verdict."""
+    tested = [check for check in checks if not check.found.is_range]
+    adjusted = iter(holm([check.p_value for check in tested]))
+    return [not check.found.is_range and next(adjusted) <= LEVEL for check in checks]
+
+
+def chance_text(checks: Sequence[Check], planned: int) -> str:
+    """How many verdicts there are, hold, and would hold by chance; ranges have no verdicts.
+
+    Args:
+        checks: those that were made.
+        planned: number of checks, made or not.
+    """
+    tested = [check for check in checks if not check.found.is_range]
+    if not tested:
+        return f"None of the {planned} checks has the {MIN_SEEDS} seeds that a verdict needs."
+    holding = sum(check.outcome == "as claimed" for check in tested)
+    return (
+        f"{len(tested)} of {planned} checks have verdicts. {holding} are as claimed one by one, and"
+        f" {sum(surviving(tested))} after Holm's correction. Without any effect, {LEVEL * len(tested):.1f} would be as"
+        " claimed by chance."
+    )
 
 
 class Claim(NamedTuple):

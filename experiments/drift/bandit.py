@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from experiments.bandit.bandit import (
@@ -20,97 +21,181 @@ from experiments.bandit.bandit import (
     group_losses,
     group_probabilities,
 )
-from experiments.drift.page import BANDIT_SEEDS
+from experiments.claims.programs import DRIFT_KINDS
+from experiments.drift import plan
 from recjax.algorithms.algorithm import Algorithm
-from recjax.algorithms.presets import build_algorithm
+from recjax.config.schema import AlgorithmConfig
 from recjax.models.drift import drifted
 
-RATE = 1.0  # of gradient descent on the logits: five times that of experiments/bandit, for ages of at most 50
+TASK = "bandit"
+RATE = 1.0  # of gradient descent on the logits along `path`
 STEPS = 400
-SEEDS = BANDIT_SEEDS
 START = BEHAVIORS[0].initial
-TRAINED_AGES = (1, 5, 20, 50)
-ENGINES = {
-    "exact": {},
-    "int8": {"int8": 1.0},
-    "int8_wrong": {"int8": 1.0, "exact_logprobs": True},
-    "noise_small": {"noise": 0.2},
-    "noise_small_wrong": {"noise": 0.2, "exact_logprobs": True},
-    "noise_large": {"noise": 1.0},
-    "noise_large_wrong": {"noise": 1.0, "exact_logprobs": True},
-}
 AGES = (2, 5, 10, 20, 50, 100)  # of the enumeration
 SCALES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # of its noise, relative to the logits
 DRAWS = 32  # of the noise at each policy
 LEARNED = 0.95  # expected reward at which the path of policies ends
+SIZES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # scales of the noise at which a pilot measures it
+ENGINE_GAP = 0.02  # as on sums: nats of mean |Δ log π|
+ENUMERATED = (
+    "reinforce",
+    "weight",
+    "capped_weight",
+    "clip",
+    "clip_and_weight",
+    "distance_mask",
+    "ipo",
+    "opmd",
+    "asymre",
+)
 
 
-# A clip depends on the sign of the advantage, so a group's mean baseline does not center it.
-CENTERED_CLIP = "rec_one_side_nois_centered"
-
-
-def algorithm_of(name: str) -> Algorithm:
-    """The algorithm of a row: a preset, or the clip with score centering."""
-    if name == CENTERED_CLIP:
-        return build_algorithm("rec_one_side_nois", {"score_centering": {"coefficient": 1.0}})
-    return build_algorithm(name, {})
+def algorithm_of(method: str) -> Algorithm:
+    """The algorithm of a method of the plan."""
+    return AlgorithmConfig(**plan.METHODS[method]["algorithm"]).build()
 
 
 class Cell(NamedTuple):
-    """The sync_interval, and the sampler's error, as `rollout.drift` describes it."""
+    """The sync_interval, the learning rate, and the sampler's error, as `rollout.drift` describes it."""
 
-    age: int
+    age: int = 1
+    rate: float = RATE
     int8: float = 0.0
+    int4: float = 0.0
+    float8: float = 0.0
     noise: float = 0.0
+    fixed: bool = False
     exact_logprobs: bool = False
 
 
-def sampler(logits: Float[Array, "3"], key, int8, noise) -> Float[Array, "3"]:
-    """Log-probs of the sampler: of logits that are a decoder's matrix with one output, and drift like one."""
+def cell_of(cause: str, rate: float, scales: Mapping[str, float]) -> Cell:
+    """The cell of a cause of the plan.
+
+    Args:
+        scales: see `plan.drift_of`.
+    """
+    drift = plan.drift_of(cause, scales)
+    age = plan.CAUSES[cause]["age"]
+    if drift is None:
+        return Cell(age, rate)
+    size = {drift["weights"]: drift.get("scale", 1.0)}
+    return Cell(age, rate, **size, fixed=drift.get("fixed", False), exact_logprobs=drift.get("logprobs") == "exact")
+
+
+def sampler(logits: Float[Array, "3"], key, sizes: Mapping[str, ArrayLike]) -> Float[Array, "3"]:
+    """Log-probs of the sampler: of logits that are a decoder's matrix with one output, and drift like one.
+
+    Args:
+        sizes: scales by kind of drift.
+    """
     params = {"arms": {"kernel": (logits - logits.mean())[:, None]}}
-    params = drifted(drifted(params, key, "int8", int8), key, "noise", noise)
+    for kind, size in sizes.items():
+        params = drifted(params, key, kind, size)
     return jax.nn.log_softmax(params["arms"]["kernel"][:, 0])
 
 
-def train(algorithm: Algorithm, cells: Mapping[str, Array], steps: int = STEPS, seeds: int = SEEDS) -> np.ndarray:
-    """Expected rewards of the last policies, [cells, seeds].
+class Results(NamedTuple):
+    """What runs give, [cells, seeds].
 
-    Args:
-        cells: arrays of the fields of `Cell`, by name.
+    reward: expected reward of the last policy.
+    mean_reward: mean expected reward over the steps.
+    kl: mean KL(μ ‖ π) over the steps, in nats.
     """
+
+    reward: np.ndarray
+    mean_reward: np.ndarray
+    kl: np.ndarray
+
+
+def train(algorithm: Algorithm, cells: Sequence[Cell], seeds: Sequence[int], steps: int = STEPS) -> Results:
+    """Trains an algorithm in cells with seeds."""
     gradient = jax.grad(batch_loss(algorithm))
     start = jnp.log(jnp.array(START))
+    rewards = jnp.asarray(REWARDS, jnp.float32)
 
     def run(cell, seed):
         def step(state, number):
             logits, synced = state
             syncs = number % cell["age"] == 0
             synced = jnp.where(syncs, logits, synced)
-            key = jax.random.fold_in(jax.random.key(seed), number // cell["age"])
-            sampled = sampler(synced, key, cell["int8"], cell["noise"])
+            key = jax.random.key(seed)
+            key = jnp.where(cell["fixed"], key, jax.random.fold_in(key, number // cell["age"]))
+            sampled = sampler(synced, key, {kind: cell[kind] for kind in DRIFT_KINDS})
             recorded = jnp.where(cell["exact_logprobs"], jax.nn.log_softmax(synced), sampled)
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
             groups = jax.random.choice(key, len(GROUPS), (GROUPS_PER_STEP,), p=group_probabilities(sampled))
             weights = jnp.bincount(groups, length=len(GROUPS)).astype(jnp.float32)
-            return (logits - RATE * gradient(logits, recorded, weights), synced), None
+            kl = jnp.exp(sampled) @ (sampled - jax.nn.log_softmax(logits))
+            measured = jax.nn.softmax(logits) @ rewards, kl
+            return (logits - cell["rate"] * gradient(logits, recorded, weights), synced), measured
 
-        (logits, _), _ = jax.lax.scan(step, (start, start), jnp.arange(steps))
-        return jax.nn.softmax(logits) @ jnp.asarray(REWARDS)
+        (logits, _), (rewards_before, kls) = jax.lax.scan(step, (start, start), jnp.arange(steps))
+        return Results(jax.nn.softmax(logits) @ rewards, rewards_before.mean(), kls.mean())
 
-    every = jax.jit(jax.vmap(jax.vmap(run, (None, 0)), (0, None)))
-    return np.asarray(every(cells, jnp.arange(seeds)))
-
-
-def trained(name: str, steps: int = STEPS, seeds: int = SEEDS) -> list[dict]:
-    """Rows of an algorithm's runs: age, engine, seed and the expected reward of the last policy."""
-    places = [(age, engine) for age in TRAINED_AGES for engine in ENGINES]
-    cells = [Cell(age, **ENGINES[engine]) for age, engine in places]
     fields = {field: jnp.array([getattr(cell, field) for cell in cells]) for field in Cell._fields}
-    rewards = train(algorithm_of(name), fields, steps, seeds)
+    every = jax.jit(jax.vmap(jax.vmap(run, (None, 0)), (0, None)))
+    return Results(*map(np.asarray, every(fields, jnp.asarray(seeds))))
+
+
+def measure_scales() -> dict:
+    """The scales of the causes that have none, and what they come from; with REINFORCE at the common rate.
+
+    kl: mean KL(μ ‖ π) over runs, in nats, by age; and by scale of noise that is fixed, or drawn anew.
+    gap: mean |Δ log π| over draws of the noise at the first policy, weighted by the sampler's probabilities.
+    """
+    planned = plan.PLAN["tasks"][TASK]
+    rate = planned["setups"]["sgd"]["common_rate"]
+    seeds = range(plan.FIRST_PILOT_SEED, plan.FIRST_PILOT_SEED + planned["pilot_seeds"])
+    ages = sorted({cause["age"] for cause in plan.CAUSES.values()})
+    cells = [Cell(age, rate) for age in ages]
+    cells += [Cell(1, rate, noise=size, fixed=fixed) for fixed in (True, False) for size in SIZES]
+    kls = train(algorithm_of("reinforce"), cells, seeds).kl.mean(1)
+    by_age = dict(zip(ages, kls[: len(ages)].tolist(), strict=True))
+    fixed, fresh = kls[len(ages) :].reshape(2, len(SIZES))
+    gaps = np.array([_gap(size) for size in SIZES])
+    scales = {}
+    for name, cause in plan.CAUSES.items():
+        wanted = cause.get("scale")
+        if wanted == "engine":
+            scales[name] = plan.scale_at(np.array(SIZES), gaps, ENGINE_GAP)
+        elif wanted is not None:
+            by_size = fixed if cause["drift"].get("fixed") else fresh
+            age = int(wanted.removeprefix("equal_kl "))
+            scales[name] = plan.scale_at(np.array(SIZES), by_size, by_age[age])
+    by_size = {"fixed": fixed, "fresh": fresh, "gap": gaps}
+    shown = {kind: dict(zip(SIZES, values.tolist(), strict=True)) for kind, values in by_size.items()}
+    return {"scales": scales, "measured": {"age": by_age} | shown}
+
+
+def _gap(size: float) -> float:
+    logits = jnp.log(jnp.array(START))
+    keys = jax.random.split(jax.random.key(plan.FIRST_PILOT_SEED), DRAWS)
+    sampled = jax.vmap(lambda key: sampler(logits, key, {"noise": size}))(keys)
+    gaps = jnp.abs(sampled - jax.nn.log_softmax(logits))
+    return float((jnp.exp(sampled) * gaps).sum(1).mean())
+
+
+def trained(method: str, scales: Mapping[str, float], steps: int = STEPS) -> list[dict]:
+    """Rows of a method's runs, of pilots and checks: a row for each cause, rate and seed."""
+    planned = plan.PLAN["tasks"][TASK]
+    (setup,) = planned["setups"]
+    rates = planned["setups"][setup]["rates"]
+    causes = [cell.cause for cell in plan.cells_of(TASK) if cell.algorithm == method]
+    places = [(cause, rate) for cause in causes for rate in rates]
+    pilots = range(plan.FIRST_PILOT_SEED, plan.FIRST_PILOT_SEED + planned["pilot_seeds"])
+    seeds = [*range(planned["seeds"]), *pilots]
+    results = train(algorithm_of(method), [cell_of(*place, scales) for place in places], seeds, steps)
     return [
-        {"age": str(age), "engine": engine, "seed": str(seed), "reward": float(rewards[place, seed])}
-        for place, (age, engine) in enumerate(places)
-        for seed in range(seeds)
+        {
+            "setup": setup,
+            "algorithm": method,
+            "cause": cause,
+            "rate": f"{rate:g}",
+            "seed": str(seed),
+            **{name: float(values[row, column]) for name, values in results._asdict().items()},
+        }
+        for row, (cause, rate) in enumerate(places)
+        for column, seed in enumerate(seeds)
     ]
 
 
@@ -181,10 +266,10 @@ def losses_of(name: str, ages: Sequence[int] = AGES, scales: Sequence[float] = S
         sampled = jax.nn.log_softmax(old)
         rows.append(row("age", age, policies, sampled, sampled))
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    draw = jax.jit(jax.vmap(jax.vmap(sampler, (None, 0, None, None)), (0, None, None, None)))
+    draw = jax.jit(jax.vmap(jax.vmap(sampler, (None, 0, None)), (0, None, None)))
     repeated = jnp.repeat(policies, DRAWS, 0)
     for scale in scales:
-        sampled = draw(policies, keys, 0.0, scale).reshape(-1, 3)
+        sampled = draw(policies, keys, {"noise": scale}).reshape(-1, 3)
         rows.append(row("noise", scale, repeated, sampled, sampled))
         rows.append(row("noise_wrong", scale, repeated, sampled, jax.nn.log_softmax(repeated)))
     return rows

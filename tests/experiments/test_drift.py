@@ -1,82 +1,26 @@
 """The study of age and engine drift: its cells, what a second command makes, enumerated gradients, and its page."""
 
 import itertools
-import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
-import scipy
-import yaml
 
 from experiments.bandit.bandit import REWARDS
-from experiments.claims.map import drift_of, file_of, make, without_arguments
+from experiments.claims.map import collect, drift_of, file_of, make, without_arguments
 from experiments.claims.programs import seed_of
 from experiments.drift import __main__ as study
-from experiments.drift import bandit, page
+from experiments.drift import bandit, page, plan, sums
 from recjax.algorithms.presets import build_algorithm
-from recjax.analysis.sweeps import read_sweep
 from recjax.config import load_config
 from recjax.training.metrics import read_metrics
 from recjax.training.start import train
 from tests.closeness import assert_close, assert_same_logprobs
 from tests.experiments.test_claims_map import SMALL
 from tests.marks import slow_except
-
-WRONG = "score_centering with wrong log-probs, which recjax refuses"
-
-
-def sweep_of(name, **chosen):
-    """A sweep file with one grid instead of its own, and its runs."""
-    sweep = yaml.safe_load((study.HERE / f"{name}.yaml").read_text())
-    first = {axis: [next(iter(names))] for axis, names in sweep["settings"].items()}
-    return sweep | {"config": str(study.HERE / sweep["config"]), "grids": [first | chosen], "smoke": None}
-
-
-def settings_of(name):
-    """The settings of a sweep file, by axis."""
-    return yaml.safe_load((study.HERE / f"{name}.yaml").read_text())["settings"]
-
-
-@pytest.mark.parametrize("name", ["quickstart", "smollm2"])
-def test_a_sweep_has_every_cell_that_a_config_allows(name):
-    settings, found = settings_of(name), page.all_cells(name)
-    for cell in itertools.product(*settings.values()):
-        algorithm, _, engine, _ = cell
-        is_refused = "center" in algorithm and engine.endswith("_wrong")
-        assert (cell in found) != is_refused, WRONG
-    if name == "quickstart":
-        assert list(settings["algorithm"]) == list(page.NAMES) and list(settings["engine"]) == list(page.ENGINES)
-        assert list(settings["age"]) == list(page.AGES) and list(settings["seed"]) == ["0", "1", "2"]
-        assert list(bandit.ENGINES) == list(page.ENGINES) and [*map(str, bandit.TRAINED_AGES)] == list(page.AGES)
-
-
-@pytest.mark.parametrize("name", ["quickstart", "smollm2"])
-def test_each_axis_reaches_the_config(name, tmp_path):
-    settings = settings_of(name)
-    for chosen in ({axis: [*names]} for axis, names in settings.items()):
-        (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep_of(name, **chosen), sort_keys=False))
-        for run in read_sweep(tmp_path / "sweep.yaml")[1]:
-            config, place = run.config, run.settings
-            assert config.algorithm.preset == place["algorithm"].removesuffix("_centered")
-            assert config.regime.sync_interval == int(place["age"]) and config.seed == int(place["seed"])
-            assert (config.rollout.recorded_top_k > 0) == ("center" in place["algorithm"])
-            added = {"coefficient": 1.0} if place["algorithm"].endswith("_centered") else {}
-            assert config.algorithm.score_centering == added
-            drift = settings["engine"][place["engine"]].get("rollout.drift")
-            assert (config.rollout.drift is None) == (drift is None)
-            if drift is not None:
-                wanted = {drift["weights"]: drift.get("scale", 1.0), "exact_logprobs": "logprobs" in drift}
-                assert drift_of(config) == wanted | {"fixed": False}
-                assert wanted["exact_logprobs"] == place["engine"].endswith("_wrong")
-
-
-@pytest.mark.slow
-def test_every_cell_is_a_valid_config():
-    runs = read_sweep(study.HERE / "quickstart.yaml")[1]
-    assert {tuple(run.settings.values()) for run in runs} == page.all_cells("quickstart")
 
 
 def test_a_reward_that_the_programs_lack_is_refused():
@@ -85,53 +29,71 @@ def test_a_reward_that_the_programs_lack_is_refused():
         seed_of(config)
 
 
-def test_runs_of_one_algorithm_share_a_program(tmp_path):
-    chosen = {"age": ["1", "50"], "engine": ["exact", "noise_large_wrong"], "seed": ["0", "2"]}
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep_of("quickstart", **chosen), sort_keys=False))
-    runs = read_sweep(tmp_path / "sweep.yaml")[1]
-    assert len({without_arguments(run.config).model_dump_json() for run in runs}) == 1 < len(runs)
+SCALES = {cause: 0.2 for cause in plan.CAUSES}
+SHORT = [*SMALL, "training.checkpoint_every=8"]
 
 
-def test_a_drift_that_programs_do_not_have_is_refused(tmp_path):
-    runs = read_sweep(study.HERE / "quickstart.yaml", True, ["rollout.drift={weights: int4, group: 8}"])[1]
+def planned_run(method, cause, *changes, setup="adamw", rate=4e-4, seed=1):
+    """A run of the plan on a small task."""
+    cell = plan.Cell(setup, method, cause, True)
+    return plan.run_of("sums", cell, rate, seed, SCALES, [*SHORT, *changes])
+
+
+def test_runs_of_one_method_share_a_program():
+    causes = ("none", "age50", "fixed_noise20_wrong", "int4")
+    runs = [planned_run("clip", cause, rate=rate) for cause in causes for rate in (1e-4, 2e-4)]
+    assert len({without_arguments(run.config).model_dump_json() for run in runs}) == 1
+    others = [planned_run("clip", "none", setup=setup) for setup in ("adamw", "sgd", "adamw_4_updates")]
+    assert len({without_arguments(run.config).model_dump_json() for run in others}) == 3
+
+
+def test_a_drift_that_programs_do_not_have_is_refused():
+    run = planned_run("clip", "none", "rollout.drift={weights: int4, group: 8}")
     with pytest.raises(ValueError, match="rollout.drift.group = 8: programs have one scale for each output"):
-        drift_of(runs[0].config)
+        drift_of(run.config)
 
 
 def test_a_second_command_makes_only_what_is_missing(tmp_path, monkeypatch):
     made = []
 
-    def rows(preset, **options):
-        made.append(preset)
-        return [{"seed": "0", "reward": 0.5}]
+    def rows(method, scales):
+        made.append(method)
+        return [{"algorithm": method, "seed": "0", "reward": 0.5}]
 
     monkeypatch.setattr(bandit, "trained", rows)
-    monkeypatch.setattr(bandit, "losses_of", rows)
+    monkeypatch.setattr(bandit, "losses_of", lambda method: rows(method, {}))
     study.make_bandit(tmp_path, smoke=False)
-    assert made == 2 * list(page.NAMES)
+    methods = [method for method in plan.METHODS if "setups" not in plan.METHODS[method]]
+    assert made == [*methods, *bandit.ENUMERATED]
     study.make_bandit(tmp_path, smoke=False)
-    assert len(made) == 2 * len(page.NAMES)
+    assert len(made) == len(methods) + len(bandit.ENUMERATED)
     table = pd.read_parquet(tmp_path / "bandit.parquet")
     table[table["algorithm"] != "ipo"].to_parquet(tmp_path / "bandit.parquet")
     study.make_bandit(tmp_path, smoke=False)
-    assert made[2 * len(page.NAMES) :] == ["ipo"]
-    assert set(pd.read_parquet(tmp_path / "bandit.parquet")["algorithm"]) == set(page.NAMES)
+    assert made[len(methods) + len(bandit.ENUMERATED) :] == ["ipo"]
+    assert set(pd.read_parquet(tmp_path / "bandit.parquet")["algorithm"]) == set(methods)
 
 
-def test_finished_runs_are_not_made_again(tmp_path, monkeypatch):
+def test_pilots_come_first_and_finished_runs_are_not_made_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    runs = read_sweep(study.HERE / "quickstart.yaml", smoke=True)[1]
-    for run in runs[:2]:
-        file_of(run).parent.mkdir(parents=True, exist_ok=True)
-        file_of(run).write_text('{"step": [0, 10], "evaluation/accuracy": [0.5, 0.6]}')
     given = []
-    monkeypatch.setattr(study, "make_missing", lambda runs, path, workers, drifts: given.append(runs))
-    study.make_quickstart(tmp_path, smoke=True, most=None, workers=1)
-    assert [run.name for run in given[0]] == [run.name for run in runs[2:]]
-    study.write_table(study.collect(runs, tmp_path / "quickstart.parquet"), tmp_path / "quickstart.parquet")
-    shutil.rmtree(file_of(runs[0]).parent)
-    study.make_quickstart(tmp_path, smoke=True, most=1, workers=1)
-    assert [run.name for run in given[1]] == [runs[2].name]
+    monkeypatch.setattr(sums, "make_missing", lambda runs, path, workers, drifts: given.append(runs))
+    pilots = plan.pilot_runs("sums", SCALES, SHORT)
+
+    def finish(runs):
+        for run in runs:
+            file_of(run).parent.mkdir(parents=True, exist_ok=True)
+            file_of(run).write_text('{"step": [0, 40], "evaluation/accuracy": [0.5, 0.6]}')
+
+    finish(pilots[:2])
+    sums.make_runs(tmp_path / "sums.parquet", SCALES, None, 1, SHORT)
+    assert [run.name for run in given.pop()] == [run.name for run in pilots[2:]] and not given
+    finish(pilots)
+    sums.make_runs(tmp_path / "sums.parquet", SCALES, None, 1, SHORT)
+    assert given[0] == [] and {run.settings["seed"] for run in given[1]} == {str(seed) for seed in range(8)}
+    # Equal ends, so the lowest rate is the best one.
+    lowest = {run.settings["rate"] for run in given[1] if run.settings["setup"] == "sgd"}
+    assert lowest == {"0.1", "0.3"}
 
 
 POLICY = np.array([0.2, 0.5, 0.3])
@@ -187,83 +149,109 @@ def test_reinforce_loses_nothing_without_age_and_drift():
 def test_the_sampler_drifts_as_a_matrix_does():
     logits, key = jnp.log(jnp.asarray(POLICY, jnp.float32)), jax.random.key(0)
     exact = np.asarray(jax.nn.log_softmax(logits))
-    assert_same_logprobs(bandit.sampler(logits, key, 0.0, 0.0), exact)
-    assert 1e-4 < np.abs(bandit.sampler(logits, key, 1.0, 0.0) - exact).max() < 0.02
-    moved = [np.abs(bandit.sampler(logits, key, 0.0, scale) - exact).max() for scale in (0.1, 0.2)]
+    assert_same_logprobs(bandit.sampler(logits, key, {"int8": 0.0, "noise": 0.0}), exact)
+    assert 1e-4 < np.abs(bandit.sampler(logits, key, {"int8": 1.0}) - exact).max() < 0.02
+    moved = [np.abs(bandit.sampler(logits, key, {"noise": scale}) - exact).max() for scale in (0.1, 0.2)]
     assert 0.01 < moved[0] < moved[1]
 
 
+@pytest.mark.slow
+def test_fixed_noise_stays_and_new_noise_cancels():
+    cells = [bandit.Cell(), bandit.Cell(noise=1.0, fixed=True), bandit.Cell(noise=1.0)]
+    results = bandit.train(bandit.algorithm_of("reinforce"), cells, range(8), steps=200)
+    exact, fixed, fresh = results.reward.mean(1)
+    assert fixed < exact - 0.05 and fresh > exact - 0.01
+    assert results.kl[0].max() < 1e-6 and results.kl[1:].min() > 1e-4
+    slow = bandit.train(bandit.algorithm_of("reinforce"), [bandit.Cell(rate=0.1)], range(8), steps=200)
+    assert slow.mean_reward.mean() < results.mean_reward[0].mean()
+
+
+AXES = plan.AXES
+
+
 def small_tables():
-    """Two seeds of some cells, in which age costs REINFORCE accuracy, and a clip helps only against age."""
+    """Six seeds and a pilot, in which age costs REINFORCE accuracy, and a clip helps against age alone."""
     rows = []
-    for algorithm, age, engine, seed in itertools.product(
-        ("reinforce", "rec_one_side_nois"), ("1", "20"), ("exact", "noise_large"), ("0", "1")
-    ):
-        end = 0.9 - 0.3 * (age == "20") * (algorithm == "reinforce") + 0.01 * int(seed)
+    places = itertools.product(
+        ("reinforce", "clip"), ("none", "age20", "fixed_noise20"), ("0.0002", "0.0004"), ("100", *map(str, range(6)))
+    )
+    for method, cause, rate, seed in places:
+        end = 0.9 - 0.3 * (cause == "age20") * (method == "reinforce") + 0.01 * (int(seed) % 10)
+        end -= 0.1 * (rate == "0.0004")
         for step, accuracy in ((0, 0.4), (10, end)):
-            place = {"algorithm": algorithm, "age": age, "engine": engine, "seed": seed}
+            place = dict(zip(AXES, ("adamw", method, cause, rate, seed), strict=True))
             rows.append({**place, "step": step, "evaluation/accuracy": accuracy, "behavior_kl/k3": 0.01})
     gradients = [
         {"algorithm": name, "cause": cause, "size": size, "kl": size / 10, "cosine": 1 - size, "noise": 1 + size}
-        for name in page.NAMES
+        for name in bandit.ENUMERATED
         for cause in page.PANELS
         for size in (0.1, 0.5)
     ]
-    return {"quickstart": pd.DataFrame(rows), "gradients": pd.DataFrame(gradients)}
+    return {"sums": pd.DataFrame(rows), "gradients": pd.DataFrame(gradients)}
+
+
+def found_in(table, reading="best"):
+    """The checks of a table of sums."""
+    runs = page.runs_of("sums", table)
+    return page.checks(page.at_rates(runs.final, "sums", reading, runs), "sums")
 
 
 def test_checks_tell_the_causes_apart():
-    found = page.checks(page.ends_of(small_tables()["quickstart"]))
-    assert page.verdict(found["harm"]["age20"]) == page.verdict(found["clip"]["age20"]) == "seen in every seed"
-    assert found["clip"]["age20"].found.mean == pytest.approx(0.3) and found["clip"]["age20"].found.count == 2
-    same = page.verdict(found["harm"]["noise"]), page.verdict(found["clip"]["noise"])
-    assert same == ("no difference in any seed",) * 2 and page.verdict(found["clip"]["age50"]) == "not run"
-    assert page.verdict(found["weight"]["noise"]) == page.verdict(found["clip"]["wrong"]) == "not run"
-    assert found["centering"] == dict.fromkeys(page.CAUSES)
+    found = found_in(small_tables()["sums"])
+    clip, cost = found["adamw", "clip", "reinforce", "age20"], found["adamw", "reinforce", "none", "age20"]
+    assert clip.found.mean == pytest.approx(0.3) and clip.found.count == 6
+    assert page.verdict(clip) == page.verdict(cost) == "holds"
+    assert page.verdict(found["adamw", "clip", "reinforce", "fixed_noise20"]) == "no difference"
+    assert page.verdict(found["adamw", "weight", "reinforce", "age20"]) == "not run"
+    few = small_tables()["sums"]
+    few = few[few["seed"].astype(int).isin([0, 1, 100])]
+    assert page.verdict(found_in(few)["adamw", "clip", "reinforce", "age20"]) == "seen in every seed"
+
+
+def test_pilot_seeds_choose_the_rate_and_are_in_no_check():
+    table = small_tables()["sums"]
+    runs = page.runs_of("sums", table)
+    assert set(runs.best.values()) == {2e-4}
+    best = page.at_rates(runs.final, "sums", "best", runs)
+    common = page.at_rates(runs.final, "sums", "common", runs)
+    assert "100" not in best.index.get_level_values("seed")
+    np.testing.assert_allclose(best - common, 0.1, atol=1e-6)
 
 
 def test_verdicts_hold_after_the_correction_for_their_number():
     generator = np.random.default_rng(0)
-    places = [*itertools.product(("reinforce", *page.QUESTIONS), ("1", "20"), ("exact",), map(str, range(8)))]
-    rows = pd.DataFrame(places, columns=["algorithm", "age", "engine", "seed"])
-    names = {"harm": "reinforce", "clip": "rec_one_side_nois", "weight": "ipo", "weight_and_clip": "grpo"}
-    rows["algorithm"] = rows["algorithm"].replace(names | {"capped": "tis", "pull": "opmd"})
-    rows = rows.drop_duplicates(["algorithm", "age", "seed"])
-    ends = rows.assign(reward=generator.normal(0, 0.1, len(rows)))
-    is_clip = (ends["algorithm"] == "rec_one_side_nois") & (ends["age"] == "20")
-    ends.loc[is_clip, "reward"] += 1.0
-    found = page.checks(ends.set_index(["algorithm", "age", "engine", "seed"])["reward"])
-    surviving = {(name, cause) for name, cause in page.corrected(found) if page.QUESTIONS[name].expected == "higher"}
-    assert surviving == {("clip", "age20")}
-    clip = found["clip"]["age20"]
-    assert (page.verdict(clip), page.verdict(clip, survives=False)) == ("holds", "holds alone")
-    old = ends[ends["age"] == "20"].pivot(index="seed", columns="algorithm", values="reward")
-    differences = (old["rec_one_side_nois"] - old["reinforce"]).to_numpy()
-    peer = scipy.stats.ttest_1samp(differences, 0, alternative="greater").pvalue
-    assert clip.p_value == pytest.approx(peer, rel=1e-6)
-    not_lower = found["weight"]["age20"]
-    differences = (old["ipo"] - old["reinforce"]).to_numpy()
-    peer = scipy.stats.ttest_1samp(differences, -page.MARGIN, alternative="greater").pvalue
-    assert not_lower.p_value == pytest.approx(peer, rel=1e-6)
-    assert " after Holm's correction. Without any effect" in page.chance_text(found)
+    cells = [cell for cell in plan.cells_of("sums") if cell.setup == "adamw" and cell.has_pilot]
+    rows = [
+        ("adamw", cell.algorithm, cell.cause, "0.0004", str(seed), step, end)
+        for cell in cells
+        for seed in range(8)
+        for step, end in ((0, 0.5), (10, 0.5 + generator.normal(0, 0.05) + 0.3 * (cell.algorithm == "opmd")))
+    ]
+    found = found_in(pd.DataFrame(rows, columns=[*AXES, "step", "evaluation/accuracy"]), "common")
+    surviving = {place for place in page.corrected(found) if found[place].expected == "higher"}
+    assert {place[1] for place in surviving} == {"opmd"} and len(surviving) > 2
+    made = found["adamw", "opmd", "reinforce", "age20"]
+    assert (page.verdict(made), page.verdict(made, survives=False)) == ("holds", "holds alone")
+    assert " after Holm's correction. Without any effect" in page.chance(found)
 
 
 def test_the_page_renders_from_a_small_table(tmp_path):
     page.write_page(small_tables(), tmp_path, tmp_path)
     texts = [(tmp_path / name).read_text(encoding="utf-8") for name in ("drift.md", "README.md")]
     assert not any("{{" in text for text in texts)
-    assert "| A clip helps. | seen in every seed | not run | no difference in any seed | not run |" in texts[0]
-    assert "Not run." in texts[1] and "| exact | 20 | 0.605 (2) | – |" in texts[1]
-    assert "+0.300 (+0.300 to +0.300), 2: as claimed in each of 2 seeds" in texts[1]
-    assert {path.name for path in (tmp_path / "drift").iterdir()} == {"quickstart.png", "gradients.png"}
+    assert (
+        "| clip − REINFORCE | higher than 0 | +0.300, holds | not run | not run | +0.000, no difference |" in texts[0]
+    )
+    assert "| clip − REINFORCE | age 20 | higher than 0 | +0.300 (+0.300 to +0.300) |" in texts[1]
+    assert {path.name for path in (tmp_path / "drift").iterdir()} == {"sums.png", "gradients.png"}
 
 
 def test_runs_of_several_base_policies_make_no_page(tmp_path):
     tables = small_tables()
-    runs = tables["quickstart"]
-    is_other = (runs["step"] == 0) & (runs["age"] == "20") & (runs["seed"] == "1")
+    runs = tables["sums"]
+    is_other = (runs["step"] == 0) & (runs["cause"] == "age20") & (runs["seed"] == "1")
     runs.loc[is_other, "evaluation/accuracy"] = 0.5
-    with pytest.raises(ValueError, match="quickstart: runs of one seed begin with different policies .seed 1: .* 0.4"):
+    with pytest.raises(ValueError, match="sums: runs of one seed begin with different policies .seed 1: .* 0.4"):
         page.write_page(tables, tmp_path, tmp_path)
 
 
@@ -276,29 +264,33 @@ def test_the_committed_page_is_that_of_the_committed_tables(tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("algorithm", "engine", "drift"),
+    ("method", "cause", "setup"),
     [
-        ("score_centering", "noise_large", None),
-        ("rec_one_side_nois_centered", "int8", None),
-        ("ipo", "noise_large_wrong", None),
-        ("tis", "noise_small", None),
-        ("reinforce", "exact", "{weights: noise, scale: 0.2, fixed: true}"),
-        ("tis", "exact", "{weights: int4}"),
+        ("centering", "fixed_noise20", "adamw"),
+        ("centering_and_mask", "int8", "adamw"),
+        ("ipo", "fixed_noise20_wrong", "adamw"),
+        ("capped_weight", "fresh_noise20", "adamw"),
+        ("capped_weight", "int4", "adamw"),
+        ("reinforce", "fixed_noise20", "sgd"),
+        ("clip", "fresh_noise20", "adamw_4_updates"),
+        ("clip_recomputed_and_correction", "fixed_noise20", "adamw_4_updates"),
     ],
 )
-def test_runs_with_drift_are_the_trainers(algorithm, engine, drift, tmp_path, monkeypatch):
+def test_runs_with_drift_are_the_trainers(method, cause, setup, tmp_path, monkeypatch):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
-    chosen = {"algorithm": [algorithm], "age": ["5"], "engine": [engine], "seed": ["1"]}
-    sweep = sweep_of("quickstart", **chosen) | {"output": str(tmp_path)}
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
-    changes = [] if drift is None else [f"rollout.drift={drift}"]
-    (run,) = read_sweep(tmp_path / "sweep.yaml", extra=[*SMALL, "training.checkpoint_every=8", *changes])[1]
+    monkeypatch.chdir(tmp_path)
+    updates = 4 if setup == "adamw_4_updates" else 1
+    age = 2 if updates == 4 else 5
+    rate = 0.3 if setup == "sgd" else 4e-4
+    run = planned_run(method, cause, f"regime.sync_interval={age}", "training.steps=16", setup=setup, rate=rate)
+    config = run.config
     make([run], drifts=True)
-    ours = study.collect([run], tmp_path / "quickstart.parquet").set_index("step")
-    train(run.config)
-    theirs = pd.DataFrame(read_metrics(tmp_path / run.name / "metrics.jsonl")).set_index("step")
-    np.testing.assert_allclose(ours["evaluation/accuracy"], theirs["evaluation/accuracy"].loc[[0, 4, 8]], atol=1e-4)
+    ours = collect([run], tmp_path / "sums.parquet").set_index("step")
+    train(config)
+    theirs = pd.DataFrame(read_metrics(Path(config.output) / "metrics.jsonl")).set_index("step")
+    ends = [0, 4, 8, 12, 16]
+    np.testing.assert_allclose(ours["evaluation/accuracy"], theirs["evaluation/accuracy"].loc[ends], atol=1e-4)
     for name in ("reward", "ratio/q99", "gradient_norm", "behavior_kl/k3"):
-        means = [theirs[name].loc[first : first + 3].mean() for first in (1, 5)]  # the sync is at step 6
-        np.testing.assert_allclose(ours[name].loc[[4, 8]], means, rtol=5e-3, atol=1e-6)
-    assert (ours["behavior_kl/k3"].loc[[4, 8]] > 1e-7).all()
+        means = [theirs[name].loc[end - 3 : end].mean() for end in ends[1:]]
+        np.testing.assert_allclose(ours[name].loc[ends[1:]], means, rtol=5e-3, atol=1e-6)
+    assert (ours["behavior_kl/k3"].loc[ends[1:]] > 1e-7).all()

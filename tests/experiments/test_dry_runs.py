@@ -25,7 +25,9 @@ SHAPES = {
     "models/SmolLM2-135M-Instruct": "SmolLM2-135M",
 }
 RUNS = sorted(
-    path for path in ROOT.glob("**/*.yaml") if "\ngrids:" not in path.read_text() and path.name != "plan.yaml"
+    path
+    for path in ROOT.glob("**/*.yaml")
+    if "\ngrids:" not in path.read_text() and path.name not in ("plan.yaml", "checks.yaml")
 )
 # Staleness of the last step, by the regime in the file's name: m = 20 ends on 19, n = 10 on 10.
 LAST = {"on_policy": 0, "sync_interval": 19, "sync_interval_250": 249, "sync_offset": 10}
