@@ -36,13 +36,13 @@ LAST = {"on_policy": 0, "sync_interval": 19, "sync_interval_250": 249, "sync_off
 _activations, KNOWN = planning._activations, {}
 
 
-def activations(config, model, inputs, remat):
+def activations(config, model, inputs, remat, logprobs_of):
     """Experiments of equal shapes trace the forward pass once."""
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (model.trained, model.frozen, inputs))
     options = config.rollout.sampling(), config.model.logprob_chunk, config.training.tokens_per_micro_batch is None
-    key = str((model.decoder, shapes, remat, options))
+    key = str((model.decoder, shapes, remat, options, logprobs_of.__name__))
     if key not in KNOWN:
-        KNOWN[key] = _activations(config, model, inputs, remat)
+        KNOWN[key] = _activations(config, model, inputs, remat, logprobs_of)
     return KNOWN[key]
 
 
