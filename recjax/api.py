@@ -37,6 +37,7 @@ from recjax.config import (
 from recjax.config.fields import ConfigBlock, value_of
 from recjax.config.yaml_values import read_yaml_file
 from recjax.console import show_messages
+from recjax.errors import UserError
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import Record
@@ -86,7 +87,7 @@ def _check_keys(options: Mapping[str, Any], read: Sequence[str]) -> None:
     """Refuses keys that would have no effect.
 
     Raises:
-        ValueError: the message lists the keys that have one.
+        UserError: the message lists the keys that have one.
     """
     for name, value in options.items():
         remedy = f"has no effect here ({_INSTEAD.get(name, 'remove it')}); this call takes {', '.join(read)}"
@@ -135,11 +136,11 @@ def run(
             learning_rate, by `output`, `seed` and the other keys without a block, or by dotted key:
             `run(config, **{"mesh.data": 2})`.
     Raises:
-        ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
+        UserError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
             in `output` has problems or a reward with another digest.
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint; a script that does not catch it
             ends with one line.
-        RuntimeError: a worker process imports the module of this call for the reward.
+        UserError: a worker process imports the module of this call for the reward.
         (others): see `recjax.training.start.train`.
     """
     refuse_while_loading("recjax.run")
@@ -166,7 +167,7 @@ def _with_task(
 ) -> Config:
     """The checked config, with names for the problems and the reward that a program passes."""
     for name in keys.keys() & _TRAINER.keys():
-        raise ValueError(f"{name}: recjax.run takes {_TRAINER[name]} instead; docs/coming_from.md lists other names")
+        raise UserError(name, f"recjax.run takes {_TRAINER[name]} instead", "docs/coming_from.md lists other names")
     keys = {name: str(value) if isinstance(value, Path) else value for name, value in keys.items()}
     if isinstance(weights := keys.get("task.reward_weights"), list | tuple):
         keys["task.reward_weights"] = named_weights(reward, weights)
@@ -176,7 +177,7 @@ def _with_task(
         source = str(config) if isinstance(config, str | Path) else "config"
         values = read_yaml_file(config) if isinstance(config, str | Path) else {} if config is None else config
         if not isinstance(values, Mapping):
-            raise ValueError(f"config = {config!r:.80}: takes a Config, a dict of its values or a YAML file")
+            raise UserError("config", "takes a Config, a dict of its values or a YAML file", value=config)
         config = make_config({"output": _UNNAMED} | dict(values), keys, source)
     task = config.task
     splits = problems if isinstance(problems, Mapping) else {"train": problems}
@@ -184,17 +185,18 @@ def _with_task(
         if "train" not in splits or not splits.keys() <= {"train", "evaluation", "test"}:
             split_names = ", ".join(map(repr, splits))
             remedy = "for columns, pass pandas.DataFrame(problems)"
-            raise ValueError(
-                f"problems: takes rows, or a mapping with train and evaluation (or test); got {split_names:.200};"
-                f" {remedy}"
+            raise UserError(
+                "problems",
+                "takes rows, or a mapping with train and evaluation (or test)",
+                f"got {split_names:.200}; {remedy}",
             )
         if task.file is None or task.file.train.partition(":")[0] != PASSED:
-            raise ValueError(f"problems: the config has the task {task.chosen()}; remove it, or pass no problems")
+            raise UserError("problems", f"the config has the task {task.chosen()}", "remove it, or pass no problems")
         names = {"evaluation" if name == "test" else name: keep_rows(rows) for name, rows in splits.items()}
         task = task.model_copy(update={"file": task.file.model_copy(update=names)})
     if reward is not None:
         if task.reward is not None and not task.reward.startswith(PYTHON):
-            raise ValueError(f"reward: the config has task.reward = {task.reward!r}; remove it, or pass no reward")
+            raise UserError("reward", f"the config has task.reward = {task.reward!r}", "remove it, or pass no reward")
         task = task.model_copy(update={"reward": passed_name(reward)})
     config = Config(**(dict(config) | {"task": task}))  # checks the task against other blocks
     if config.output != _UNNAMED:
@@ -212,7 +214,7 @@ def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":
     Args:
         reward: the function that the program passed to `run`, for `TrainedPolicy.evaluate`.
     Raises:
-        ValueError: the folder is not a run.
+        UserError: the folder is not a run.
     """
     run_config(Path(folder))
     return Result(Path(folder), reward)
@@ -278,7 +280,7 @@ class TrainedPolicy:
             step: step of the checkpoint, or "best"; None: the newest.
             reward: function for `evaluate`; None: `task.reward` names it.
         Raises:
-            ValueError: the checkpoint does not exist, or its model or problems cannot be read.
+            UserError: the checkpoint does not exist, or its model or problems cannot be read.
         """
         keep_compiled_programs()
         self._run = Path(run)
@@ -303,7 +305,7 @@ class TrainedPolicy:
             rollout: keys of `rollout` with other values than in the run: temperature, top_k, top_p, min_p,
                 max_completion_tokens and stop. Temperature 0 takes the most likely tokens, whose log-probs are then 0.
         Raises:
-            ValueError: a prompt that the model cannot read, another key, or a value that `rollout` refuses.
+            UserError: a prompt that the model cannot read, another key, or a value that `rollout` refuses.
         """
         _check_keys(rollout, _SAMPLE_KEYS)
         is_count = isinstance(samples, int | np.integer) and samples >= 1
@@ -334,13 +336,15 @@ class TrainedPolicy:
             completions: results of `sample`, or texts, which get an end token.
             sampling: temperature, top_k, top_p and min_p of the distribution; default: temperature 1, and all tokens.
         Raises:
-            ValueError: a text outside the vocabulary, or another key.
+            UserError: a text outside the vocabulary, or another key.
         """
         _check_keys(sampling, Sampling._fields)
         records = []
         checked = _checked(prompts)
         if len(checked) != len(completions):
-            raise ValueError(f"{len(checked)} prompts and {len(completions)} completions; give one prompt for each")
+            raise UserError(
+                problem=f"{len(checked)} prompts and {len(completions)} completions", remedy="give one prompt for each"
+            )
         if not checked:
             return []
         for number, (prompt, completion) in enumerate(zip(checked, completions, strict=True)):
@@ -374,7 +378,7 @@ class TrainedPolicy:
             evaluation: keys of `evaluation` with other values than in the run: samples, temperature, top_k, top_p and
                 min_p.
         Raises:
-            ValueError: problems that cannot be used, another key, a value that `evaluation` refuses, or a missing
+            UserError: problems that cannot be used, another key, a value that `evaluation` refuses, or a missing
                 reward function.
         """
         _check_keys(evaluation, _EVALUATE_KEYS)

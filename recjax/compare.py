@@ -32,6 +32,7 @@ from recjax.analysis.compare import (
 )
 from recjax.analysis.statistics import LEVEL, MIN_SEEDS, SEED, band, seeds_needed, sign_flip_p, student_interval
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import COLORS, GREY, LABELS, save_figure
 
@@ -42,7 +43,7 @@ def folders_of(source: str) -> list[Path]:
     """The run or evaluation folders that a path or a pattern names, themselves or as folders in it.
 
     Raises:
-        ValueError: the source has no such folder.
+        UserError: the source has no such folder.
     """
 
     def has_numbers(folder: Path) -> bool:
@@ -51,7 +52,9 @@ def folders_of(source: str) -> list[Path]:
     named = [Path(path) for path in ([source] if Path(source).is_dir() else sorted(glob.glob(source)))]
     inner = [[path] if has_numbers(path) else sorted(filter(has_numbers, path.glob("*"))) for path in named]
     if not (folders := [folder for group in inner for folder in group]):
-        raise ValueError(f"{source!r}: no run or evaluation there; name folders with metrics.jsonl or samples.parquet")
+        raise UserError(
+            f"{source!r}", "no run or evaluation there", "name folders with metrics.jsonl or samples.parquet"
+        )
     return folders
 
 
@@ -90,10 +93,10 @@ def plan_words(differences: np.ndarray, smallest: float) -> str:
     """How many seeds show a difference of a size, by the spread of a pilot's differences.
 
     Raises:
-        ValueError: the pilot has one seed, or the difference needs too many seeds.
+        UserError: the pilot has one seed, or the difference needs too many seeds.
     """
     if len(differences) < 2:
-        raise ValueError("--plan: the runs have one seed in common; a spread needs at least 2, and better 4")
+        raise UserError("--plan", "the runs have one seed in common", "a spread needs at least 2, and better 4")
     spread = float(np.std(differences, ddof=1))
     count = seeds_needed(spread, smallest)
     return (
@@ -106,7 +109,7 @@ def plan_words(differences: np.ndarray, smallest: float) -> str:
 def main(argv: list[str]) -> None:
     """Compares, prints the sentences and the settings that differ, and draws the figure."""
     if len(argv) != 3 or argv[1] == argv[2]:
-        raise ValueError("give two runs, sweeps or evaluations: python -m recjax.compare A B")
+        raise UserError(problem="give two runs, sweeps or evaluations: python -m recjax.compare A B")
     first, second = argv[1:]
     pairs, changed = pair_runs(folders_of(first), folders_of(second))
     # A label begins with the seed, unless the only pair has different seeds.
@@ -124,7 +127,7 @@ def main(argv: list[str]) -> None:
             print(f"skipped: {folder} has no {metric} after step 0, so its pair is not compared")
     differences = paired_seeds(finals, "side", second, first)
     if not len(differences):
-        raise ValueError(f"--metric {metric!r}: no pair of runs has values of it after step 0; name another metric")
+        raise UserError(f"--metric {metric!r}", "no pair of runs has values of it after step 0", "name another metric")
     problems = problem_differences(pairs.values(), metric) if len(pairs) == 1 else np.array([])
     words = LABELS.get(metric, metric).replace("\n", " ").replace(" (share)", "")
     if len(differences) > 1 or len(problems) < 2:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from recjax.config import load_config
 from recjax.console import command, plain_console, start
+from recjax.errors import UserError
 from recjax.planning.dry_run import (
     Item,
     axes,
@@ -58,7 +59,7 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
         if memory is not None:
             target = target._replace(memory=int(memory * GIB))
         planned = plan(load_config(path, overrides), target)
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     show_plan(console, planned)

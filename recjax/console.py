@@ -12,21 +12,21 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import absl.logging
 from absl import app, flags
 from tqdm import tqdm
 
+from recjax.errors import UserError
 from recjax.host_memory import freeze_imports
 from recjax.streams import outlast_readers
 
 logger = logging.getLogger(__name__)
 flags.disclaim_key_flags()  # these flags belong to the command that defines them, also in --help
 
+FAULT = "this is a fault of recjax; please report it with the traceback"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk full, quota exceeded, file too large
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _LEAST_BAR = 10  # characters of a bar that its fields must leave free
@@ -37,10 +37,8 @@ LINE_SECONDS = 10.0  # between two lines of a bar without a terminal
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
     """Decorates a command's main: a user error prints one line and exits with status 1, Ctrl-C exits with status 130.
 
-    User errors are ValueErrors, OSErrors for files and folders that cannot be read or written, and RuntimeErrors that
-    recjax raises itself.
-
-    With --verbosity=1 the traceback precedes the line.
+    User errors are UserErrors, and OSErrors for files and folders that cannot be read or written. With --verbosity=1
+    the traceback precedes the line. Any other exception ends the command with a traceback, and FAULT as the last line.
     """
 
     @functools.wraps(main)
@@ -51,21 +49,21 @@ def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
         except KeyboardInterrupt:
             print("interrupted; the same command resumes from the files on disk", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
-        except ValueError as error:
+        except UserError as error:
             _end(str(error))
-        except RuntimeError as error:
-            *_, last = traceback.extract_tb(error.__traceback__)
-            # JAX's errors have types of their own, and those of other packages need their traceback.
-            if type(error) is not RuntimeError or not Path(last.filename).is_relative_to(Path(__file__).parent):
-                raise
-            _end(str(error))
+        except (MemoryError, BrokenPipeError):
+            raise
         except OSError as error:
             if error.errno in FULL:
                 file = error.filename or "a file"
                 _end(f"{file} cannot be written ({error.strerror}); free space, then give the same command to resume")
             if error.filename is None:
-                raise
+                _raise_as_fault(error)
             _end(f"{error.filename}: {error.strerror or error}; name another path, or allow access to this one")
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error):  # a device has no memory left
+                raise
+            _raise_as_fault(error)
 
     return run
 
@@ -112,6 +110,13 @@ def plain_console(**options: Any) -> "rich.console.Console":
     from rich.console import Console  # not at module level: grader processes import this file and need no tables
 
     return Console(markup=False, emoji=False, **options)
+
+
+def _raise_as_fault(error: Exception) -> NoReturn:
+    """Raises an error with FAULT as the last line after its traceback; disables logging like `_end`."""
+    logging.disable()
+    error.add_note(FAULT)
+    raise error
 
 
 def _end(message: str) -> NoReturn:

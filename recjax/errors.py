@@ -1,5 +1,6 @@
 """The error that is a user's mistake; every other exception is a fault of recjax, or of a package that it uses."""
 
+import os
 from typing import Any
 
 
@@ -24,9 +25,9 @@ class UserError(ValueError):
         data.jsonl: line 3: is empty; remove it
     """
 
-    def __init__(self, where: str = "", problem: str = "", remedy: str = "", value: Any = ...):
-        super().__init__(where, problem, remedy, value)  # with these arguments, pickle makes the error again
-        self.where = where
+    def __init__(self, where: str | os.PathLike = "", problem: str = "", remedy: str = "", value: Any = ...):
+        super().__init__(str(where), problem, remedy, value)  # with these arguments, pickle makes the error again
+        self.where = str(where)
         self.problem = problem
         self.remedy = remedy
         self.value = value
@@ -38,7 +39,7 @@ class UserError(ValueError):
         text = "; ".join(part for part in (self.problem, self.remedy) if part)
         return ": ".join(part for part in (place, text) if part)
 
-    def within(self, place: str) -> "UserError":
+    def within(self, place: str | os.PathLike) -> "UserError":
         """The same mistake in its container, which the text names first.
 
         Examples:

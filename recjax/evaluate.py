@@ -25,6 +25,7 @@ from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
 from recjax.console import command, define_process_flags, plain_console, start
+from recjax.errors import UserError
 from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.models.trainable import fingerprint
@@ -59,14 +60,16 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Splits arguments into the checkpoint, if any, and the config overrides.
 
     Raises:
-        ValueError: there are several checkpoints, or an `output=` override.
+        UserError: there are several checkpoints, or an `output=` override.
     """
     checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
     overrides = [text for text in arguments if not text.startswith("checkpoint=")]
     if len(checkpoints) > 1:
-        raise ValueError(f"found {len(checkpoints)} values of checkpoint=; give one")
+        raise UserError(problem=f"found {len(checkpoints)} values of checkpoint=", remedy="give one")
     if any(text.startswith("output=") for text in overrides):
-        raise ValueError("output=… names a training run's folder; name the evaluation's folder with --output FOLDER")
+        raise UserError(
+            problem="output=… names a training run's folder", remedy="name the evaluation's folder with --output FOLDER"
+        )
     return (checkpoints[0] if checkpoints else None), overrides
 
 
@@ -83,7 +86,7 @@ def evaluate(
         output: folder to write; None: a folder in runs/evaluations with the names of model and task.
         everything: flag to evaluate on all problems of the task, and not only on held-out ones.
     Raises:
-        ValueError: the data is invalid, the checkpoint is missing, or the folder holds something else.
+        UserError: the data is invalid, the checkpoint is missing, or the folder holds something else.
     """
     check_processes(config)
     task = load_task(config, "all" if everything else "held_out")._replace(train=[])
@@ -146,7 +149,7 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     """Creates the folder with its config.yaml, or checks that it belongs to the same evaluation.
 
     Raises:
-        ValueError: the folder holds another evaluation or other files.
+        UserError: the folder holds another evaluation or other files.
     """
     stored = folder / "config.yaml"
     with writing(folder):
@@ -155,12 +158,12 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     if "samples.parquet" in names and stored.name in names:
         stored_settings = read_yaml_file(stored)
         if not isinstance(stored_settings, dict):
-            raise ValueError(f"{stored} is damaged (no keys and values); name another folder with --output")
+            raise UserError(stored, "is damaged (no keys and values)", "name another folder with --output")
         if changed := differences(decides, stored_settings, {"model"}):
-            raise ValueError(f"{folder} holds another evaluation ({changed}); name another folder with --output")
+            raise UserError(folder, f"holds another evaluation ({changed})", "name another folder with --output")
     # An interrupted evaluation leaves these files.
     elif names - {stored.name, partial_of(stored.name), partial_of("samples.parquet")}:
-        raise ValueError(f"{folder} holds other files than an evaluation's; name another folder with --output")
+        raise UserError(folder, "holds other files than an evaluation's", "name another folder with --output")
     elif hosts.is_first():
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +177,7 @@ def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
     """
     try:
         trained_problems = {(str(problem.prompt), problem.answer) for problem in load_task(run).train}
-    except ValueError:
+    except UserError:
         return None
     return sum((str(problem.prompt), problem.answer) in trained_problems for problem in problems)
 

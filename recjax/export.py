@@ -16,6 +16,7 @@ from absl import flags
 from huggingface_hub import HfApi
 
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
@@ -28,7 +29,7 @@ FLAGS = flags.FLAGS
 def main(argv: list[str]) -> None:
     """Exports the model and prints a description of the export."""
     if argv[1:]:
-        raise ValueError(f"unknown argument {argv[1]!r}; give --run or --model, and --output")
+        raise UserError(problem=f"unknown argument {argv[1]!r}", remedy="give --run or --model, and --output")
     source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)
     print(f"wrote {FLAGS.output}: {source} in {FLAGS.dtype}")
     if FLAGS.push:
@@ -41,18 +42,19 @@ def export(
     """Exports a run or a model to `output`; returns a description of the export.
 
     Raises:
-        ValueError: the arguments contradict each other, or a file cannot be read or written.
+        UserError: the arguments contradict each other, or a file cannot be read or written.
     """
     if (run is None) == (model is None):
         given_flags = "both" if run else "neither"
-        raise ValueError(
-            f"give exactly one of --run (a training run) and --model (a model folder); found {given_flags}"
+        raise UserError(
+            problem="give exactly one of --run (a training run) and --model (a model folder)",
+            remedy=f"found {given_flags}",
         )
     if model and step is not None:
-        raise ValueError(f"--step {step} applies only to --run; remove it, or give --run")
+        raise UserError("--step", "applies only to --run", "remove it, or give --run", value=step)
     check_output(output)
     if adapters and (model or dtype != "float32"):
-        raise ValueError("--adapters needs --run and float32; remove --model and --dtype")
+        raise UserError(problem="--adapters needs --run and float32", remedy="remove --model and --dtype")
     if model:
         export_model(output, *load_pretrained(model), model_folder(model, COMPANION_FILES), dtype)
         return model
@@ -65,16 +67,17 @@ def push(folder: str, repository: str, public: bool = False) -> str:
     Returns:
         Address of the repository.
     Raises:
-        ValueError: the hub refuses the upload or cannot be reached; the folder remains.
+        UserError: the hub refuses the upload or cannot be reached; the folder remains.
     """
     api = HfApi()
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
-        raise ValueError(
-            f"--push {repository!r}: {str(error).strip()[:500]}; {folder} is complete, so log in with"
-            " `hf auth login` and upload the folder with `hf upload`"
+        raise UserError(
+            f"--push {repository!r}",
+            str(error).strip()[:500],
+            f"{folder} is complete, so log in with `hf auth login` and upload the folder with `hf upload`",
         ) from error
     return str(address)
 

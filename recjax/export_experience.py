@@ -11,6 +11,7 @@ from pathlib import Path
 from absl import flags
 
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.experience.exchange import export_store
 from recjax.experience.store import Store
 
@@ -21,7 +22,7 @@ FLAGS = flags.FLAGS
 def main(argv: list[str]) -> None:
     """Writes the file and prints the number of completions."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r}: unknown argument; give --store and --output")
+        raise UserError(f"{argv[1]!r}", "unknown argument", "give --store and --output")
     with Store(FLAGS.store) as store:
         print(f"{FLAGS.output}: {export_store(store, Path(FLAGS.output))} completions of {store.name}")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from absl import flags
 
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.experience.database import store_name
 from recjax.experience.feedback import Given, give_rewards
 from recjax.experience.store import Store
@@ -25,7 +26,7 @@ def feedback(store: str | Path, file: str | Path) -> Given:
     """Completes pending rows of a store from a JSON Lines file.
 
     Raises:
-        ValueError: see `give_rewards`; the message has file and line.
+        UserError: see `give_rewards`; the message has file and line.
     """
     rows = read_file(Path(file), "--file")
     with Store(store) as opened:
@@ -36,7 +37,7 @@ def feedback(store: str | Path, file: str | Path) -> Given:
 def main(argv: list[str]) -> None:
     """Adds the rewards and prints their number."""
     if len(argv) != 2:
-        raise ValueError("give one store: python -m recjax.feedback STORE --file rewards.jsonl")
+        raise UserError(problem="give one store: python -m recjax.feedback STORE --file rewards.jsonl")
     counts = feedback(argv[1], FLAGS.file)
     print(f"{store_name(argv[1])}: {counts.completed} rows got rewards, {counts.had_it} already had the same reward")
 

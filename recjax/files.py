@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 import filelock
 import xxhash
 
+from recjax.errors import UserError
+
 MANIFEST = "manifest.json"
 UNREADABLE = "recjax.unreadable"  # only key of an object in place of a cell that recjax cannot hold; the value says why
 _BLOCK = 2**20  # bytes read at a time
@@ -30,14 +32,15 @@ def writing(path: str | Path) -> Iterator[None]:
     """Adds `path` to write errors of the block: disk full, missing permission, missing folder.
 
     Raises:
-        ValueError: the block raised an OSError.
+        UserError: the block raised an OSError.
     """
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({error.strerror or error}); free disk space or grant write permission, and run"
-            " the same command again to continue"
+        raise UserError(
+            path,
+            f"cannot be written ({error.strerror or error})",
+            "free disk space or grant write permission, and run the same command again to continue",
         ) from error
 
 
@@ -64,7 +67,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     If the process is killed before that, the previous file remains.
 
     Raises:
-        ValueError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     partial = path.with_name(partial_of(path.name))
     with writing(path):
@@ -82,7 +85,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Writes or replaces a file in one step; see `whole_file`.
 
     Raises:
-        ValueError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -93,7 +96,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `folder`, with a manifest, at the end; an error removes it.
 
     Raises:
-        ValueError: the folder cannot be written.
+        UserError: the folder cannot be written.
     """
     folder = folder.absolute()
     partial = folder.with_name(partial_of(folder.name))
@@ -116,7 +119,7 @@ def locked_file(path: Path, seconds: float = -1) -> Iterator[None]:
     Args:
         seconds: time to wait for another holder; -1: until the holder releases the lock.
     Raises:
-        ValueError: the file cannot be written.
+        UserError: the file cannot be written.
         filelock.Timeout: another holder kept the lock.
     """
     with writing(path):
@@ -166,7 +169,7 @@ def write_manifest(folder: Path) -> None:
     """Writes the manifest of all files under a folder; call it after all files are written.
 
     Raises:
-        ValueError: it cannot be written.
+        UserError: it cannot be written.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name != MANIFEST]
@@ -182,24 +185,24 @@ def check_manifest(folder: Path) -> None:
     """Compares all files of a folder with its manifest; ignores files that the manifest does not list.
 
     Raises:
-        ValueError: the manifest or a file is missing or damaged; the message names the file and the problem.
+        UserError: the manifest or a file is missing or damaged; the message names the file and the problem.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist")
+        raise UserError(folder, "does not exist")
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"{folder} has no {MANIFEST}: writing was interrupted, or the file got lost later")
+        raise UserError(problem=f"{folder} has no {MANIFEST}: writing was interrupted, or the file got lost later")
     files = read_sealed(folder / MANIFEST)
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{folder / missing[0]} is missing")
+        raise UserError(folder / missing[0], "is missing")
     try:
         current = _sizes_and_digests(folder, list(files))
     except OSError as error:
-        raise ValueError(f"{error.filename or folder} cannot be read ({error.strerror or error})") from error
+        raise UserError(error.filename or folder, f"cannot be read ({error.strerror or error})") from error
     for name, (size, checksum) in zip(files, current, strict=True):
         if [size, checksum] != files[name]:
             change = f"it has {size} bytes, not {files[name][0]}" if size != files[name][0] else "its content changed"
-            raise ValueError(f"{folder / name} is damaged: {change}")
+            raise UserError(folder / name, f"is damaged: {change}")
 
 
 def _sizes_and_digests(folder: Path, names: list[str]) -> list[list[Any]]:
@@ -216,16 +219,16 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """The content of a file that `write_sealed` wrote.
 
     Raises:
-        ValueError: it is damaged.
+        UserError: it is damaged.
     """
     try:
         sealed = json.loads(path.read_text(encoding="utf-8"))
         content = sealed["content"]
         checksum = sealed["checksum"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it cannot be read ({type(error).__name__}: {error})") from error
+        raise UserError(path, f"is damaged: it cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(content, dict) or checksum != _json_digest(content):
-        raise ValueError(f"{path} is damaged: its content does not match its checksum")
+        raise UserError(path, "is damaged: its content does not match its checksum")
     return content
 
 

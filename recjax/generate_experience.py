@@ -28,6 +28,7 @@ from recjax.algorithms.options import require
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, load_config
 from recjax.console import command, define_process_flags, start
+from recjax.errors import UserError
 from recjax.experience.database import exists, store_name
 from recjax.experience.group import Group, with_grades
 from recjax.experience.records import Record, records_of
@@ -70,7 +71,7 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
     Returns:
         Number of batches that this call sampled.
     Raises:
-        ValueError: the checkpoint is missing, or the task or the store cannot be read.
+        UserError: the checkpoint is missing, or the task or the store cannot be read.
     """
     check_processes(config)
     config = config if run else with_start(config)
@@ -115,7 +116,7 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
     Args:
         source: name of the new rows in the store; None: the name of the server's model.
     Raises:
-        ValueError: the server refuses or does not answer, or the task or the store cannot be read.
+        UserError: the server refuses or does not answer, or the task or the store cannot be read.
     """
     require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--engine"))
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
@@ -150,16 +151,17 @@ def _with_content(name: str, content: dict[str, Any], stored_ids: Collection[str
     Rows of an older version have only the config's name and keep it.
 
     Raises:
-        ValueError: the store has rows of the same config with other content.
+        UserError: the store has rows of the same config with other content.
     """
     written = {row.partition("/")[0] for row in stored_ids if row.startswith(name)}
     if name in written:
         return name
     full_name = f"{name}.{digest(json.dumps(content, sort_keys=True).encode())[:8]}"
     if written - {full_name}:
-        raise ValueError(
-            f"{store_name(location)}: the same command sampled rows there with other problems, code or weights; restore"
-            " them, or give another --output"
+        raise UserError(
+            store_name(location),
+            "the same command sampled rows there with other problems, code or weights",
+            "restore them, or give another --output",
         )
     return full_name
 
@@ -212,7 +214,7 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
             if not completion.rows:
                 try:
                     length = len(encode_after(policy.tokenizer, (), completion.text))
-                except ValueError:
+                except UserError:
                     length = len(completion.text)  # text outside the vocabulary: counts characters
             answered.append(Answered.to(problem, text, completion.text, length, completion.id))
     return Grades(grading.submit(answered) if answered else None, len(answered))
@@ -264,14 +266,16 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
     """The config, and the default source name for the rows.
 
     Raises:
-        ValueError: the flags contradict each other, or the config is invalid.
+        UserError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
         problem = "found both" if run else "found neither"
-        raise ValueError(f"give exactly one of --config (its initial policy) and --run (a checkpoint); {problem}")
+        raise UserError(
+            problem="give exactly one of --config (its initial policy) and --run (a checkpoint)", remedy=problem
+        )
     if run is None:
         if step is not None:
-            raise ValueError(f"--step {step}: has no effect with --config, which has no checkpoints; remove it")
+            raise UserError(f"--step {step}", "has no effect with --config, which has no checkpoints", "remove it")
         return load_config(config, overrides), "initial"
     run_config(Path(run))
     return load_config(Path(run) / "config.yaml", overrides), Path(run).name
@@ -283,11 +287,13 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
     if FLAGS.engine is None and (FLAGS.model or FLAGS.api_key_file):
-        raise ValueError("--model and --api_key_file: have an effect only with --engine; give --engine, or remove them")
+        raise UserError(
+            "--model and --api_key_file", "have an effect only with --engine", "give --engine, or remove them"
+        )
     if FLAGS.engine is not None and FLAGS.run is not None:
-        raise ValueError("--run: has no effect with --engine, whose server samples; give --config")
+        raise UserError("--run", "has no effect with --engine, whose server samples", "give --config")
     if FLAGS.engine is not None and (FLAGS.processes or 1) > 1:
-        raise ValueError(f"--processes {FLAGS.processes}: --engine uses a single process; remove the flag")
+        raise UserError(f"--processes {FLAGS.processes}", "--engine uses a single process", "remove the flag")
     with hosts.connected(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         if FLAGS.engine is None:
             new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)

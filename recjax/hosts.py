@@ -23,6 +23,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
+from recjax.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -51,14 +53,14 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
         processes: number of processes.
         process_id: number of this process, from 0.
     Raises:
-        ValueError: some arguments are missing, and no environment provides them; the coordinator has no port, or
+        UserError: some arguments are missing, and no environment provides them; the coordinator has no port, or
             another program uses it; a process does not come, or comes with other arguments.
     """
     if processes == 1:
         return
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
-        raise ValueError(
-            f"--coordinator {coordinator}: has no port; give HOST:PORT of process 0, such as {coordinator}:8476"
+        raise UserError(
+            f"--coordinator {coordinator}", "has no port", f"give HOST:PORT of process 0, such as {coordinator}:8476"
         )
     # JAX aborts if a process is missing or comes twice, or if the port is in use. So recjax lets them meet before.
     if coordinator is not None and process_id in range(processes or 0):
@@ -87,9 +89,10 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
     except ValueError as error:
         if (coordinator, processes, process_id) == (None, None, None):
             return
-        raise ValueError(
-            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}: {error} Give all three;"
-            " or none on a TPU pod, or under SLURM, Open MPI or a Kubernetes job"
+        raise UserError(
+            f"--coordinator {coordinator} --processes {processes} --process_id {process_id}",
+            f"{error} Give all three",
+            "or none on a TPU pod, or under SLURM, Open MPI or a Kubernetes job",
         ) from error
     finally:
         late.cancel()
@@ -111,7 +114,7 @@ def _receive_calls(coordinator: str, processes: int) -> None:
     """Waits in process 0 until all other processes have called, then answers each with the reason not to start, if any.
 
     Raises:
-        ValueError: see `connect_processes`.
+        UserError: see `connect_processes`.
     """
     host = _loopback_host(coordinator)
     dual = socket.has_dualstack_ipv6() and host is None
@@ -120,8 +123,8 @@ def _receive_calls(coordinator: str, processes: int) -> None:
     try:
         listener = socket.create_server((host or "", port), family=family, dualstack_ipv6=dual)
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"--coordinator {coordinator}: process 0 cannot listen at this port ({error}); choose another one"
+        raise UserError(
+            f"--coordinator {coordinator}", f"process 0 cannot listen at this port ({error})", "choose another one"
         ) from error
     deadline = time.monotonic() + MEETING_SECONDS
     calls = []
@@ -152,14 +155,14 @@ def _receive_calls(coordinator: str, processes: int) -> None:
             with contextlib.suppress(OSError):  # the process may have ended
                 call.sendall(f"recjax {refusal}".encode())
     if refusal:
-        raise ValueError(refusal)
+        raise UserError(problem=refusal)
 
 
 def _call_first(coordinator: str, processes: int, process_id: int) -> None:
     """Waits for the answer of process 0, which comes when all processes have called.
 
     Raises:
-        ValueError: see `connect_processes`.
+        UserError: see `connect_processes`.
     """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + MEETING_SECONDS
@@ -172,7 +175,7 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
                 call.settimeout(2 * MEETING_SECONDS)
                 name, _, refusal = call.makefile(errors="replace").read().partition(" ")
             if name == "recjax" and refusal:
-                raise ValueError(refusal)
+                raise UserError(problem=refusal)
             if name == "recjax":
                 return
         except (OSError, OverflowError) as error:
@@ -181,7 +184,9 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
             logger.info("waiting for process 0 at %s (%s)", coordinator, reason)
             shown = reason
         time.sleep(0.5)
-    raise ValueError(f"process 0 did not answer at {coordinator} within {MEETING_SECONDS} s ({shown}); {_CHECK}")
+    raise UserError(
+        problem=f"process 0 did not answer at {coordinator} within {MEETING_SECONDS} s ({shown})", remedy=_CHECK
+    )
 
 
 @contextlib.contextmanager
@@ -303,7 +308,7 @@ def agree(what: str, values: Mapping[str, Any]) -> None:
     """Compares named values over all processes; every process must call it.
 
     Raises:
-        ValueError: in all processes, with each name whose values differ, and the values.
+        UserError: in all processes, with each name whose values differ, and the values.
     """
     if jax.process_count() == 1:
         return
@@ -315,7 +320,9 @@ def agree(what: str, values: Mapping[str, Any]) -> None:
         if first.get(name) != theirs.get(name)
     ]
     if different:
-        raise ValueError(f"the processes of this run differ in {what} ({'; '.join(different)}); make them the same")
+        raise UserError(
+            problem=f"the processes of this run differ in {what} ({'; '.join(different)})", remedy="make them the same"
+        )
 
 
 @functools.cache  # a mesh is connected once
@@ -344,7 +351,7 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
     Args:
         compute: function of consecutive items and the index of the first one.
     Raises:
-        ValueError: raised in all processes if any process raises it.
+        UserError: raised in all processes if any process raises it.
     """
     agree("problems or demonstrations", {"number": len(things)})
     if jax.process_count() == 1 or len(things) < WORTH_SHARING:
@@ -355,11 +362,11 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
     refused = None
     try:
         results = compute(things[first : first + size], first)
-    except ValueError as error:
+    except UserError as error:
         refused = error
     shares = [pickle.loads(share) for share in bytes_of_all(pickle.dumps((results, refused and str(refused))))]
     if messages := [message for _, message in shares if message]:
-        raise ValueError(messages[0]) from refused
+        raise UserError(problem=messages[0]) from refused
     return [result for results, _ in shares for result in results]
 
 
@@ -371,7 +378,7 @@ def from_first(act: Callable[[], T]) -> T:
     Args:
         act: called only in the first process, with no time limit; its result can be pickled.
     Raises:
-        ValueError: `act` raised it. The first process raises any other error too; other processes raise a RuntimeError.
+        UserError: `act` raised it. The first process raises any other error too; other processes raise a RuntimeError.
     """
     if jax.process_count() == 1:
         return act()
@@ -382,7 +389,7 @@ def from_first(act: Callable[[], T]) -> T:
         try:
             result = act()
         except Exception as error:
-            message = pickle.dumps((None, isinstance(error, ValueError), str(error)))
+            message = pickle.dumps((None, isinstance(error, UserError), str(error)))
             client.key_value_set_bytes(f"{folder}/result", message)
             raise
         client.key_value_set_bytes(f"{folder}/result", pickle.dumps((result, None, None)))
@@ -398,7 +405,7 @@ def from_first(act: Callable[[], T]) -> T:
     if client.key_value_increment(f"{folder}/read", 1) == jax.process_count() - 1:
         client.key_value_delete(folder)
     if message is not None:
-        raise (ValueError if is_user_error else RuntimeError)(message)
+        raise UserError(problem=message) if is_user_error else RuntimeError(message)
     return result
 
 

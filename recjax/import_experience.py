@@ -20,6 +20,7 @@ from pathlib import Path
 from absl import flags
 
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.experience.exchange import TOGETHER, read_exported
 from recjax.experience.foreign import Columns, Imported, import_rows
 from recjax.experience.records import Record
@@ -47,7 +48,7 @@ def import_files(
         columns, source, sampling: arguments of `foreign.import_rows`.
         tokenizer: folder or hub name of the tokenizer that made the token columns.
     Raises:
-        ValueError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
+        UserError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
     """
     vocabulary = name = None
     if tokenizer:  # whose imports take seconds
@@ -59,12 +60,12 @@ def import_files(
     imported = import_rows(files, columns, datetime.now(UTC), source=source, tokenizer=name, sampling=sampling)
     if vocabulary:
         if all(record.tokenizer is None for record in imported.records):
-            raise ValueError(f"--tokenizer {tokenizer!r}: has no effect, as no row has tokens; remove it")
+            raise UserError(f"--tokenizer {tokenizer!r}", "has no effect, as no row has tokens", "remove it")
         size = len(vocabulary)
         for record, where in zip(imported.records, imported.places, strict=True):
             rows = [row.tokens for row in record.completion.rows]
             if any((tokens >= size).any() for tokens in (record.group.prompt_tokens, *rows)):
-                raise ValueError(f"{where}: a token id is {size} or more, beyond the vocabulary of {tokenizer}")
+                raise UserError(where, f"a token id is {size} or more, beyond the vocabulary of {tokenizer}")
         check_texts(imported.records, vocabulary, imported.places.__getitem__)
     check_records(imported.records, imported.places.__getitem__)  # before the store is created
     with Store(place, create=True) as store:
@@ -79,7 +80,7 @@ def import_exports(exports: Sequence[Iterable[Record]], place: str | Path) -> in
         exports: results of `exchange.read_exported`.
         place: file or URL of the store.
     Raises:
-        ValueError: a completion is invalid, or the store already has it.
+        UserError: a completion is invalid, or the store already has it.
     """
     with Store(place, create=True) as store:
         return store.change(_changes(itertools.chain.from_iterable(exports)))
@@ -98,7 +99,7 @@ def check_texts(
     Prompt tokens must decode to the prompt's text, or to a text with every message's content in order.
 
     Raises:
-        ValueError: tokens and text differ; the message has the place and the decoded text.
+        UserError: tokens and text differ; the message has the place and the decoded text.
     """
     special = [token for token in tokenizer.all_special_tokens if token]
 
@@ -127,9 +128,10 @@ def check_texts(
                     if not (agrees := begin >= 0):
                         break
             if not agrees:
-                raise ValueError(
-                    f"{place(number)}: {column} decode to {tokenizer.decode(tokens)!r:.120}, but the text is"
-                    f" {' … '.join(parts)!r:.120}; give the tokens of this text, or remove the tokens"
+                raise UserError(
+                    place(number),
+                    f"{column} decode to {tokenizer.decode(tokens)!r:.120}, but the text is {' … '.join(parts)!r:.120}",
+                    "give the tokens of this text, or remove the tokens",
                 )
 
 
@@ -137,11 +139,13 @@ def check_texts(
 def main(argv: list[str]) -> None:
     """Imports the files and prints a summary."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r}: unknown argument; give every file as --input FILE")
+        raise UserError(f"{argv[1]!r}", "unknown argument", "give every file as --input FILE")
     names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
     cuts = (FLAGS.top_k, FLAGS.top_p, FLAGS.min_p)
     if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
-        raise ValueError("--top_k, --top_p and --min_p: need --temperature; give --temperature, or remove the others")
+        raise UserError(
+            "--top_k, --top_p and --min_p", "need --temperature", "give --temperature, or remove the others"
+        )
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
     exports = [read_exported(Path(file)) for file in FLAGS.input]
     imported = None
@@ -149,7 +153,7 @@ def main(argv: list[str]) -> None:
         count = import_exports(exports, FLAGS.output)
         summary = "completions"
     elif any(exports):
-        raise ValueError("--input: import exported files and files of other programs one after the other")
+        raise UserError("--input", "import exported files and files of other programs one after the other")
     else:
         imported = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
         groups = Counter(record.group.id for record in imported.records)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from recjax.console import command, plain_console, start
+from recjax.errors import UserError
 from recjax.experience.group import is_whole, reward_spread
 from recjax.experience.records import Record, groups_of
 from recjax.experience.store import Store
@@ -87,14 +88,14 @@ def chosen_records(records: Sequence[Record], count: int, seed: int) -> list[Rec
 def main(argv: list[str]) -> None:
     """Reads the store and shows its content."""
     if len(argv) != 2:
-        raise ValueError("give one store: python -m recjax.inspect_experience STORE")
+        raise UserError(problem="give one store: python -m recjax.inspect_experience STORE")
     with Store(argv[1]) as store:
         if FLAGS.rebuild:
             store.rebuild_indexes()
         store.check_indexes()
         records = list(store.records())
         if not records:
-            raise ValueError(f"{store.name} has no completions")
+            raise UserError(store.name, "has no completions")
         print_summary(records, chosen_records(records, FLAGS.samples, FLAGS.seed), plain_console())
         if FLAGS.figure:
             draw_store(records, f"{store.name}: {len(records)} rows", Path(FLAGS.figure))

@@ -7,13 +7,14 @@ from rich.table import Table
 
 from recjax.algorithms.catalog import FIELD, PAPER, changes_of
 from recjax.console import command, plain_console, start
+from recjax.errors import UserError
 
 
 @command
 def main(argv: list[str]) -> None:
     """Prints the table."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r}: unknown argument; this command takes none")
+        raise UserError(f"{argv[1]!r}", "unknown argument", "this command takes none")
     table = Table("preset", "method", "coefficient on ∇log π(y_t)", "changes in REINFORCE", title="objectives")
     for name, preset in {**PAPER, **FIELD}.items():
         paper = f"{preset.title} {preset.paper}".strip()

@@ -20,6 +20,7 @@ from recjax.analysis.compare import final, held_out_metric, in_words, minus_line
 from recjax.analysis.statistics import MIN_SEEDS, band, estimate
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.console import command, plain_console, start
+from recjax.errors import UserError
 from recjax.files import writing
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import LABELS, save_figure
@@ -31,15 +32,15 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
     """Selects the rows that satisfy every "axis=value,value" in `only`.
 
     Raises:
-        ValueError: the table lacks an axis or value.
+        UserError: the table lacks an axis or value.
     """
     for text in only:
         axis, _, values = text.partition("=")
         if axis not in axes_of(table):
-            raise ValueError(f"--only {text!r}: unknown axis; name one of {', '.join(axes_of(table))}")
+            raise UserError(f"--only {text!r}", "unknown axis", f"name one of {', '.join(axes_of(table))}")
         if set(values.split(",")) - set(table[axis]):
-            raise ValueError(
-                f"--only {text!r}: unknown value; the values of {axis} are {', '.join(dict.fromkeys(table[axis]))}"
+            raise UserError(
+                f"--only {text!r}", "unknown value", f"the values of {axis} are {', '.join(dict.fromkeys(table[axis]))}"
             )
         table = table[table[axis].isin(values.split(","))]
     return table
@@ -61,7 +62,9 @@ def main(argv: list[str]) -> None:
     """Reads and draws the runs, and prints their final accuracies."""
     sources = argv[1:]
     if not sources or (len(sources) > 1 and not all(Path(source).is_dir() for source in sources)):
-        raise ValueError("give folders of runs, or one sweep file or Parquet table: python -m recjax.plot SOURCE …")
+        raise UserError(
+            problem="give folders of runs, or one sweep file or Parquet table: python -m recjax.plot SOURCE …"
+        )
     are_runs = Path(sources[0]).is_dir()
     is_sweep = not are_runs and Path(sources[0]).suffix != ".parquet"
     sweep = read_sweep(sources[0], FLAGS.smoke)[1] if is_sweep else []
@@ -70,11 +73,11 @@ def main(argv: list[str]) -> None:
     axes = [axis for axis in axes_of(table) if axis != "seed"]
     lines = FLAGS.lines or axes[0]
     if lines not in axes:
-        raise ValueError(f"--lines {lines!r}: unknown axis; name one of {', '.join(axes)}")
+        raise UserError(f"--lines {lines!r}", "unknown axis", f"name one of {', '.join(axes)}")
     check_metrics(table, FLAGS.metrics, "--metrics")
     metrics = [metric for metric in FLAGS.metrics if metric in table and table[metric].notna().any()]
     if not metrics:
-        raise ValueError(f"--metrics {','.join(FLAGS.metrics)}: the runs have no values of these metrics yet")
+        raise UserError(f"--metrics {','.join(FLAGS.metrics)}", "the runs have no values of these metrics yet")
     if FLAGS.table:
         with writing(FLAGS.table):
             without_other_metrics(table, FLAGS.metrics).to_parquet(FLAGS.table, index=False, compression="zstd")
@@ -82,7 +85,7 @@ def main(argv: list[str]) -> None:
     compared = list(dict.fromkeys(table[lines]))
     against = FLAGS.against or compared[0]
     if against not in compared:
-        raise ValueError(f"--against {against!r}: no such value of {lines}; name one of {', '.join(compared)}")
+        raise UserError(f"--against {against!r}", f"no such value of {lines}", f"name one of {', '.join(compared)}")
     titles = table if are_runs else titled(table)
     panels = titles[other_axes].agg(", ".join, axis=1) if other_axes else ""
     difference = f"{metrics[0]} − {against}"

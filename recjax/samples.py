@@ -17,6 +17,7 @@ from typing import Any
 from absl import flags
 
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.files import json_text, write_whole
 from recjax.tasks.reading import read_file
 from recjax.training.kept_samples import folder_of
@@ -31,11 +32,11 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
     """Reads the completions that a run kept, by step.
 
     Raises:
-        ValueError: the run kept no completions, or a file is damaged.
+        UserError: the run kept no completions, or a file is damaged.
     """
     rows = [row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")]
     if not rows:
-        raise ValueError(f"{folder_of(run)} holds no completions; set samples.every above 0 and train")
+        raise UserError(folder_of(run), "holds no completions", "set samples.every above 0 and train")
     return rows
 
 
@@ -59,7 +60,7 @@ def write_page(runs: Sequence[Path], output: Path, follows: bool = False) -> int
     Args:
         follows: see `sample_page`.
     Raises:
-        ValueError: one of `runs` is not a training run or has no kept completions, or the page cannot be written.
+        UserError: one of `runs` is not a training run or has no kept completions, or the page cannot be written.
     """
     sections = []
     for run in runs:
@@ -97,7 +98,7 @@ def follow(runs: Sequence[Path], output: Path) -> int:
 def main(argv: list[str]) -> None:
     """Writes the page and prints its path."""
     if len(argv) not in (2, 3):
-        raise ValueError("give one run, or two to compare: python -m recjax.samples runs/NAME")
+        raise UserError(problem="give one run, or two to compare: python -m recjax.samples runs/NAME")
     runs = [Path(run) for run in argv[1:]]
     output = Path(FLAGS.output) if FLAGS.output else runs[0] / "samples.html"
     count = (follow if FLAGS.follow else write_page)(runs, output)

@@ -23,6 +23,7 @@ from absl import flags
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.experience.database import store_name
 from recjax.hub.policy import Policy
 from recjax.hub.weights import load_pretrained, read_config, warn_beyond_context
@@ -49,14 +50,14 @@ def load(
         A name, the policy, its weights on the devices, and a function that returns newer weights if there are any; None
         instead of the function without a followed run.
     Raises:
-        ValueError: not exactly one of `run`, `model` and `follow` is given, or it cannot be read.
+        UserError: not exactly one of `run`, `model` and `follow` is given, or it cannot be read.
     """
     named = [name for name, value in (("--run", run), ("--model", model), ("--follow", follow)) if value is not None]
     if len(named) != 1:
         listed = " and ".join(named) or "none"
-        raise ValueError(f"give exactly one of --run, --model and --follow; found {listed}")
+        raise UserError(problem="give exactly one of --run, --model and --follow", remedy=f"found {listed}")
     if step is not None and run is None:
-        raise ValueError(f"--step {step} applies only to --run, not to {named[0]}; remove it, or give --run")
+        raise UserError("--step", f"applies only to --run, not to {named[0]}", "remove it, or give --run", value=step)
     if model is not None:
         opened = open_policy(model, Config.model_construct(output=""))
         return opened.name, opened.policy, Weights(opened.params, opened.version), None
@@ -89,13 +90,15 @@ def pushed_reader(root: Path, policy: Policy) -> Callable[[str], dict]:
     def read(name: str) -> dict:
         folder = Path(name).resolve()  # follows links
         if not (folder.is_relative_to(root) and folder.is_dir()):
-            raise ValueError(f"{name!r:.200} is no folder in this server's --push_root; write the weights there")
+            raise UserError(f"{name!r:.200}", "is no folder in this server's --push_root", "write the weights there")
         if any(file.is_symlink() for file in folder.rglob("*")):
-            raise ValueError(f"{name!r:.200} contains links; write the files themselves")
+            raise UserError(f"{name!r:.200}", "contains links", "write the files themselves")
         if (size := sum(file.stat().st_size for file in folder.rglob("*"))) > most:
-            raise ValueError(f"{name!r:.200} has {size} bytes, and this model {most} at most; push only its weights")
+            raise UserError(
+                f"{name!r:.200}", f"has {size} bytes, and this model {most} at most", "push only its weights"
+            )
         if (pushed := read_config(folder)) != plain:
-            raise ValueError(f"{name!r:.200} is another model, {pushed}, than the served {plain}; push that")
+            raise UserError(f"{name!r:.200}", f"is another model, {pushed}, than the served {plain}", "push that")
         with jax.set_mesh(mesh):  # each thread has its own current mesh
             return for_sampling(policy, load_pretrained(folder)[1])
 
@@ -108,14 +111,14 @@ def listen(host: str, port: int, seconds: float) -> socket.socket:
     Args:
         seconds: time after which the system closes a connection whose client does not take its reply.
     Raises:
-        ValueError: the address is in use, or does not belong to this machine.
+        UserError: the address is in use, or does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise ValueError(
-            f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 for any free port"
+        raise UserError(
+            f"--host {host} --port {port}", error.strerror or error, "give another --port, or 0 for any free port"
         ) from error
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(1000 * seconds, 2**31 - 1)))
@@ -126,20 +129,20 @@ def check_extra() -> None:
     """Checks that the packages for serving are installed.
 
     Raises:
-        ValueError: a package is missing.
+        UserError: a package is missing.
     """
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f'the server needs the package {package}; pip install -e ".[serve]"')
+            raise UserError(problem=f"the server needs the package {package}", remedy='pip install -e ".[serve]"')
 
 
 @command
 def main(argv: list[str]) -> None:
     """Reads the flags, loads the policy and serves it."""
     if len(argv) > 1:
-        raise ValueError(f"{argv[1]!r}: unknown argument; give only flags, such as --run runs/NAME")
+        raise UserError(f"{argv[1]!r}", "unknown argument", "give only flags, such as --run runs/NAME")
     if FLAGS.push_root and FLAGS.follow:
-        raise ValueError("--push_root: the weights are those of the run of --follow; remove one of the two")
+        raise UserError("--push_root", "the weights are those of the run of --follow", "remove one of the two")
     check_extra()
     # Not at module level: these modules need the packages of the extra.
     from recjax.serving.guards import Guarded
@@ -149,7 +152,7 @@ def main(argv: list[str]) -> None:
 
     keys = read_keys(FLAGS.api_key_file)
     if FLAGS.push_root and not keys:
-        raise ValueError(f"--push_root {FLAGS.push_root}: needs --api_key_file, or a key in ${KEY_VARIABLE}")
+        raise UserError(f"--push_root {FLAGS.push_root}", f"needs --api_key_file, or a key in ${KEY_VARIABLE}")
     if FLAGS.host not in LOOPBACK and not keys:
         logger.warning("--host %s without --api_key_file: anyone who reaches this machine can use it", FLAGS.host)
     hosts = LOOPBACK if FLAGS.host in LOOPBACK else None

@@ -31,6 +31,7 @@ from absl import flags
 
 from recjax.analysis.sweeps import LOGS, SweepRun, read_sweep
 from recjax.console import command, progress_bar, start
+from recjax.errors import UserError
 from recjax.training.run_folder import is_finished
 from recjax.workers import cores, end_with_parent
 
@@ -96,7 +97,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
 def main(argv: list[str]) -> None:
     """Reads the file, runs all unfinished runs and prints the failures."""
     if len(argv) < 2:
-        raise ValueError("give the sweep file: python -m recjax.sweep FILE")
+        raise UserError(problem="give the sweep file: python -m recjax.sweep FILE")
     base, runs = read_sweep(argv[1], FLAGS.smoke, argv[2:])
     finished = sum(is_finished(run.config) for run in runs)
     print(f"{len(runs)} runs, {finished} of them finished")

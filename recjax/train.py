@@ -18,6 +18,7 @@ from absl import flags
 from recjax.config import load_config
 from recjax.config.help import help_text
 from recjax.console import command, define_process_flags, plain_console, start
+from recjax.errors import UserError
 from recjax.tasks.problems import question_of
 
 FLAGS = flags.FLAGS
@@ -37,7 +38,7 @@ flags.DEFINE_string(
 def main(argv: list[str]) -> None:
     """Reads the config, trains and prints the result."""
     if FLAGS.device and not FLAGS.dry_run:
-        raise ValueError(f"--device {FLAGS.device!r} applies only with --dry_run; add it, or remove --device")
+        raise UserError("--device", "applies only with --dry_run", "add it, or remove --device", value=FLAGS.device)
     if not FLAGS.dry_run:
         config = load_config(FLAGS.config, argv[1:])
     # These imports take seconds, so --help and config errors come first.
@@ -78,7 +79,7 @@ def show_result(result: "recjax.api.Result") -> None:
     table.add_row(f"held-out {measure}", *numbers)
     try:
         before, after = (_samples(output / "samples" / f"{name}.jsonl") for name in ("before", "after"))
-    except ValueError as error:
+    except UserError as error:
         print(f"warning: {error}; recjax shows no samples", file=sys.stderr)
         before = []
         after = []
@@ -110,7 +111,7 @@ def _samples(path: Path) -> list[dict]:
             samples.append({key: str(sample[key]) for key in ("prompt", "completion")})
             samples[-1]["question"] = str(sample.get("question", question_of(samples[-1]["prompt"])))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: line {number} is damaged ({type(error).__name__}: {error})") from error
+            raise UserError(path, f"line {number} is damaged ({type(error).__name__}: {error})") from error
     return samples
 
 

@@ -21,11 +21,13 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from recjax.errors import UserError
 from recjax.streams import outlast_readers
 
 _LOOK_SECONDS = 0.25  # time between two looks for the process that started the program
@@ -43,12 +45,13 @@ def refuse_while_loading(what: str) -> None:
     """Raises if this process is a program of workers that still imports its modules.
 
     Raises:
-        RuntimeError: a module that the workers import would start workers, which would import the module again.
+        UserError: a module that the workers import would start workers, which would import the module again.
     """
     if Workers.loading:
-        raise RuntimeError(
-            f"{what} cannot start in a module that worker processes import for its functions; put the call under"
-            ' `if __name__ == "__main__":`, or move the functions to a module of their own'
+        raise UserError(
+            what,
+            "cannot start in a module that worker processes import for its functions",
+            'put the call under `if __name__ == "__main__":`, or move the functions to a module of their own',
         )
 
 
@@ -185,7 +188,7 @@ class Workers:
             seconds: time limit instead of the default.
         Returns:
             A future of the function's result, which should be plain values because this process unpickles it. The
-            future raises `CallFailed` if the call has no result, and RuntimeError if no workers can start.
+            future raises `CallFailed` if the call has no result, and UserError if no workers can start.
         """
         request = pickle.dumps((function, args))
         with self._starting:
@@ -228,7 +231,12 @@ class Workers:
                     return None
                 error, result = connection.recv()
                 future = calls.popleft().future
-                future.set_result(result) if error is None else future.set_exception(CallFailed("error", error))
+                if error is None:
+                    future.set_result(result)
+                else:
+                    failure = CallFailed("error", error)
+                    failure.add_note(f"in the worker process:\n{result}")
+                    future.set_exception(failure)
         except (EOFError, ConnectionError):
             worker = self._new_worker()  # raises an error if the program has also ended
             calls.popleft().future.set_exception(CallFailed("crash", "it crashed"))
@@ -241,7 +249,7 @@ class Workers:
                 socket.send_fds(self._control, [b"\0"], [of_worker.fileno()])
             return connection.recv(), connection
         except (EOFError, OSError) as error:
-            raise RuntimeError("the worker processes ended by themselves; standard error says why") from error
+            raise UserError(problem="the worker processes ended by themselves; standard error says why") from error
 
     def _start(self) -> None:
         refuse_while_loading("worker processes")
@@ -405,7 +413,8 @@ def _work(connection: Connection, memory: int | None) -> None:
                     except Exception:
                         message = "its message cannot be printed"
                     message = f"{type(error).__name__}: {message}"[:500].encode("utf-8", "replace").decode()
-                    reply = pickle.dumps((message, None))
+                    frames = "".join(traceback.format_tb(error.__traceback__, -10))
+                    reply = pickle.dumps((message, frames))
                 if os.getpid() != pid:  # a child that the function forked; the worker itself answers
                     os._exit(0)
                 connection.send_bytes(reply)

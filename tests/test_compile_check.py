@@ -214,9 +214,9 @@ def test_the_compilers_own_number_is_read(message, needed):
 @pytest.mark.parametrize(
     ("topology", "options", "reason"),
     [
-        ("v9:4x4", [], "--topology 'v9:4x4' is unknown; give host, GENERATION"),
+        ("v9:4x4", [], "--topology = 'v9:4x4': is unknown; give host, GENERATION"),
         ("host", ["mesh.data=3"], "3 does not equal the number of devices, 4"),
-        ("host", ["mesh.data=1", "mesh.tensor=4"], "mesh.tensor = 4 does not divide the model's 2 attention heads"),
+        ("host", ["mesh.data=1", "mesh.tensor=4"], "mesh.tensor = 4: does not divide the model's 2 attention heads"),
         ("host", ["model.decoder=null", "model.path=/nowhere", "rollout.max_prompt_tokens=8"], "/nowhere"),
         ("host", ["model.remat=some"], "model.remat = 'some'"),
         ("host", ["training.tokens_per_micro_batch=2"], "training.tokens_per_micro_batch = 2"),

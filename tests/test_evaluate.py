@@ -158,7 +158,7 @@ def test_another_evaluations_folder_is_refused(finished, tmp_path):
     evaluate(config("optimizer.learning_rate=1.0", "training.steps=9"), str(folder / "run"), str(tmp_path / "out"))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="thesis holds other files than an evaluation's"):
+    with pytest.raises(ValueError, match="thesis: holds other files than an evaluation's"):
         evaluate(config(), str(folder / "run"), str(tmp_path / "thesis"))
 
 

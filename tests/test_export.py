@@ -114,14 +114,14 @@ def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
     for run, model, step, reason in [
         (None, None, None, "exactly one of --run .* and --model .*; found neither"),
         (unstarted, "model", None, "exactly one of .*; found both"),
-        (None, "model", 3, "--step 3 applies only to --run"),
-        (str(tmp_path / "nowhere"), None, None, "nowhere' holds no config.yaml; name the output folder"),
-        (unstarted, None, None, "run' holds no checkpoint yet"),
+        (None, "model", 3, "--step = 3: applies only to --run"),
+        (str(tmp_path / "nowhere"), None, None, "nowhere': holds no config.yaml; name the output folder"),
+        (unstarted, None, None, "run': holds no checkpoint yet"),
         (None, str(tmp_path / "nowhere"), None, "is no local folder"),
     ]:
         with pytest.raises(ValueError, match=reason):
             export(run, model, out, step, "float32")
-    with pytest.raises(ValueError, match="run' is not empty; name a new folder"):
+    with pytest.raises(ValueError, match="run': is not empty; name a new folder"):
         export(unstarted, None, unstarted, None, "float32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
@@ -136,7 +136,7 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
     (tmp_path / "changed" / "config.yaml").write_text(to_yaml(changed))
     with pytest.raises(
         ValueError,
-        match="config.yaml differs from the config in the run's checkpoints .*arithmetic.template.*restore",
+        match="config.yaml: differs from the config in the run's checkpoints .*arithmetic.template.*restore",
     ):
         open_policy(tmp_path / "changed")
 

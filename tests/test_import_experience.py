@@ -171,7 +171,10 @@ BAD = {
     "reward truth": ({**PLAIN[0], "reward": True}, "reward: True: takes finite numbers"),
     "reward NaN": ({**PLAIN[0], "reward": float("nan")}, "reward: nan: takes finite numbers"),
     "parts": ({**PLAIN[0], "reward_parts": {"a": "b"}}, "reward_parts: .*takes finite numbers"),
-    "parts of recjax": ({**PLAIN[0], "reward_parts": {"length": 1}}, "reward_parts has a part 'length'; recjax itself"),
+    "parts of recjax": (
+        {**PLAIN[0], "reward_parts": {"length": 1}},
+        "reward_parts: has a part 'length'; recjax itself",
+    ),
     "parts alone": ({**PLAIN[0], "reward": None, "reward_parts": {"a": 1}}, "reward_parts: .*but the reward is null"),
     "answer": ({**PLAIN[0], "answer": ["2"]}, "answer: .*text or a number"),
     "truncated": ({**PLAIN[0], "truncated": "no"}, "truncated: 'no': takes true and false"),

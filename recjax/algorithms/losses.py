@@ -30,6 +30,7 @@ from recjax.algorithms.ratios import (
 from recjax.algorithms.reading import RESCORED, call, is_of_whole_batch, names_read
 from recjax.algorithms.reduce import SumAndCount
 from recjax.algorithms.terms import terms_of
+from recjax.errors import UserError
 
 
 class Scored(NamedTuple):
@@ -233,9 +234,12 @@ def _tokens(
     masked.
     """
     if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
-        raise ValueError(
-            "behavior_logprobs = None: this algorithm reads them; record them with the completions, or choose an"
-            " algorithm without clip, importance weights and squared log-ratio, with the objective policy_gradient"
+        raise UserError(
+            "behavior_logprobs",
+            "this algorithm reads them",
+            "record them with the completions, or choose an algorithm without clip, importance weights and squared"
+            " log-ratio, with the objective policy_gradient",
+            None,
         )
     mask = completion_mask & rows.kept[:, None]
     for impossible in impossible_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask).values():

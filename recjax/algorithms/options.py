@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from recjax.errors import UserError
+
 PACKAGE = Path(__file__).parents[1]
 # A numeric option of an axis function: a Python float, or an argument of a compiled program.
 Scalar = float | typing.SupportsFloat
@@ -23,19 +25,20 @@ def require(condition: Any, name: str, value: Any, remedy: str) -> None:
     Arguments of a compiled program have no value yet when JAX traces it; their conditions pass.
 
     Raises:
-        ValueError: `condition` is false; the message contains the option, the value and the remedy.
+        UserError: `condition` is false; the message contains the option, the value and the remedy.
 
     Examples:
         >>> require(False, "epsilon_low", -0.2, "must be 0 or more")
         Traceback (most recent call last):
             ...
-        ValueError: epsilon_low = -0.2: must be 0 or more
+        recjax.errors.UserError: epsilon_low = -0.2: must be 0 or more
     """
     jax = sys.modules.get("jax")  # a config's checks need no JAX
     if jax and isinstance(condition, jax.core.Tracer):
         return
     if not condition:
-        raise ValueError(f"{name} = {value!r}: {remedy}")
+        problem, _, remedy = remedy.partition("; ")
+        raise UserError(name, problem, remedy, value)
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
@@ -88,20 +91,22 @@ def user_function(key: str, name: str) -> Callable[..., Any]:
     try:
         loaded = importlib.import_module(module)
     except SystemExit as error:
-        raise ValueError(
-            f"{key} = {name!r}: importing {module} ends the program (SystemExit: {error.code}); put what only a"
-            ' script does under `if __name__ == "__main__":`'
+        raise UserError(
+            key,
+            f"importing {module} ends the program (SystemExit: {error.code})",
+            'put what only a script does under `if __name__ == "__main__":`',
+            name,
         ) from error
     except (ImportError, ValueError) as error:
         remedy = "the module must be importable from the folder you start in or installed"
-        raise ValueError(f"{key} = {name!r}: {described(error)}; {remedy}") from error
+        raise UserError(key, described(error), remedy, name) from error
     except Exception as error:
-        raise ValueError(f"{key} = {name!r}: importing it failed with {described(error)}") from error
+        raise UserError(key, f"importing it failed with {described(error)}", value=name) from error
     imported = getattr(loaded, function, None)
     if not callable(imported):
         functions = [name for name, value in vars(loaded).items() if callable(value)]
         similar = did_you_mean(function, functions)
-        raise ValueError(f"{key} = {name!r}: {module} has no function {function!r}{similar}")
+        raise UserError(key, f"{module} has no function {function!r}{similar}", value=name)
     return imported
 
 
@@ -175,7 +180,7 @@ def resolved_options(axis: str, name: str, function: Callable | None, chosen: Ma
         default = parameter.default
         annotation = parameter.annotation
         if option not in chosen and default is parameter.empty:
-            raise ValueError(f"{axis}.{option}: {axis} {name!r} requires a value; set it")
+            raise UserError(f"{axis}.{option}", f"{axis} {name!r} requires a value", "set it")
         if annotation is parameter.empty:  # the type of the default, with float for an integer
             annotation = object if default is parameter.empty else float if type(default) is int else type(default)
         values[option] = checked_value(f"{axis}.{option}", annotation, chosen.get(option, default))

@@ -15,6 +15,7 @@ from recjax.algorithms.axes import ADDED_TERMS, AXES, function_of
 from recjax.algorithms.catalog import FIELD, PAPER
 from recjax.algorithms.options import described, did_you_mean, require, resolved_options
 from recjax.algorithms.reading import RESCORED, base, is_of_whole_batch, names_read
+from recjax.errors import UserError
 
 REINFORCE = {axis: {"name": next(iter(table))} for axis, table in AXES.items()} | {term: {} for term in ADDED_TERMS}
 # Changes of each algorithm to REINFORCE. Omitted options have the defaults of the functions' signatures.
@@ -211,8 +212,10 @@ def _check_by_tracing(axis: str, block: Mapping[str, Any], algorithm: Algorithm,
     """Traces an axis' function; reports any exception in a user's own function as a config error."""
     try:
         _trace(algorithm)
-    except ValueError as error:
-        raise ValueError(f"{axis}.name = {block['name']!r}: {error}" if is_users else f"{axis}.{error}") from error
+    except UserError as error:
+        if is_users:
+            raise UserError(f"{axis}.name", str(error), value=block["name"]) from error
+        raise UserError(f"{axis}.{error.where}", error.problem, error.remedy, error.value) from error
     except Exception as error:
         if not is_users:
             raise
@@ -220,10 +223,8 @@ def _check_by_tracing(axis: str, block: Mapping[str, Any], algorithm: Algorithm,
         remedy = (
             "\n  values of arrays are not known here: write jnp.where in place of if, and, or, not" if is_branch else ""
         )
-        raise ValueError(
-            f"{axis}.name = {block['name']!r}: fails on arrays of {ROWS} completions and {TIME} tokens with"
-            f" {described(error, first_line=True)}{remedy}"
-        ) from error
+        problem = f"fails on arrays of {ROWS} completions and {TIME} tokens with {described(error, first_line=True)}"
+        raise UserError(f"{axis}.name", problem + remedy, value=block["name"]) from error
 
 
 @functools.cache  # so that a function is traced once
@@ -255,9 +256,10 @@ def _with_checked_result(axis: str, function: Callable) -> Callable:
         if shape not in shapes or not is_kind:
             code = getattr(users, "__code__", None)
             defined_at = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-            raise ValueError(
-                f"must return {' or '.join(shapes)} of {kind}, and {problem} and dtype {array.dtype}{defined_at}; a"
-                " result for each row or token does not depend on the split into micro-batches"
+            raise UserError(
+                "",
+                f"must return {' or '.join(shapes)} of {kind}, and {problem} and dtype {array.dtype}{defined_at}",
+                "a result for each row or token does not depend on the split into micro-batches",
             )
         return result
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from recjax.algorithms.options import did_you_mean
+from recjax.errors import UserError
 
 # Available on the whole batch and on each micro-batch.
 EVERYWHERE = {
@@ -118,7 +119,7 @@ def call(function: Callable, values: object) -> Any:
         if value is None and parameters[name].default is not None:
             title = getattr(base(function), "__name__", repr(function))
             off = "set its coefficient to 0" if "coefficient" in parameters else "choose another function for this axis"
-            raise ValueError(f"{name} = None: {title} reads it; pass it, or {off}")
+            raise UserError(name, f"{title} reads it", f"pass it, or {off}", None)
     return function(*read.values())
 
 
@@ -138,14 +139,16 @@ def check_names(key: str, name: str, function: Callable, known: Iterable[str]) -
     known = list(known)
     for parameter in names_read(function):
         if parameter not in known:
-            raise ValueError(
-                f"{key} = {name!r}: its parameter {parameter!r} is not a value of this axis; read some of"
-                f" {', '.join(known)}{did_you_mean(parameter, known)}. Options come after a * in the signature"
-            )
+            similar = did_you_mean(parameter, known)
+            problem = f"its parameter {parameter!r} is not a value of this axis"
+            remedy = f"read some of {', '.join(known)}{similar}. Options come after a * in the signature"
+            raise UserError(key, problem, remedy, name)
     of_micro_batch = [value for value in names_read(function) if value in MICRO_BATCH]
     of_whole_batch = [value for value in names_read(function) if value in WHOLE_BATCH]
     if of_micro_batch and of_whole_batch and any(value in MICRO_BATCH for value in known):
-        raise ValueError(
-            f"{key} = {name!r}: reads {', '.join(of_micro_batch)} of a micro-batch and {', '.join(of_whole_batch)} of"
-            " the whole batch; instead of the first, read scored_logprobs or scored_log_ratio"
+        raise UserError(
+            key,
+            f"reads {', '.join(of_micro_batch)} of a micro-batch and {', '.join(of_whole_batch)} of the whole batch",
+            "instead of the first, read scored_logprobs or scored_log_ratio",
+            name,
         )

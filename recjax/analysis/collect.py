@@ -12,6 +12,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from recjax.analysis.sweeps import SweepRun, read_sweep
+from recjax.errors import UserError
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import base_policy
 
@@ -59,7 +60,7 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
     A warning names runs that should begin with one policy and do not.
 
     Raises:
-        ValueError: none of the runs has metrics yet.
+        UserError: none of the runs has metrics yet.
     """
     for words in mixed_bases(runs):
         logger.warning("%s", words)
@@ -130,7 +131,7 @@ def metrics_of(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
             table = windows.join(evaluated, how="outer").reset_index()
             tables.append(pd.concat([pd.DataFrame(settings, index=table.index), table], axis=1))
     if not tables:
-        raise ValueError(f"{folders[0][1]}: no metrics yet; start the run, or wait for its first evaluation")
+        raise UserError(folders[0][1], "no metrics yet", "start the run, or wait for its first evaluation")
     table = pd.concat(tables, ignore_index=True)
     return table.astype(dict.fromkeys(metrics_in(table), "float32"))
 
@@ -139,11 +140,11 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
     """The table of runs given by their folders; its only axis, `run`, holds the folders' names.
 
     Raises:
-        ValueError: a folder is not a run folder, or no run has metrics yet.
+        UserError: a folder is not a run folder, or no run has metrics yet.
     """
     for folder in folders:
         if not (Path(folder) / "metrics.jsonl").is_file():
-            raise ValueError(f"{str(folder)!r} has no metrics.jsonl; name folders of runs that have started")
+            raise UserError(f"{str(folder)!r}", "has no metrics.jsonl", "name folders of runs that have started")
     return metrics_of([({"run": str(folder)}, Path(folder)) for folder in folders])
 
 
@@ -151,17 +152,17 @@ def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
     """The table of a sweep file's runs, or a table read from Parquet.
 
     Raises:
-        ValueError: the source is neither, or has no metrics.
+        UserError: the source is neither, or has no metrics.
     """
     if Path(source).suffix == ".parquet":
         if not Path(source).is_file():
-            raise ValueError(f"{str(source)!r}: no such table; name a table that --table wrote")
+            raise UserError(f"{str(source)!r}", "no such table", "name a table that --table wrote")
         try:
             table = pd.read_parquet(source)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{source}: not a Parquet file ({error}); write it with --table again") from error
+            raise UserError(source, f"not a Parquet file ({error})", "write it with --table again") from error
         if "step" not in table or not axes_of(table) or not set(COLUMNS) & set(table):
-            raise ValueError(f"{source}: not a table of runs with settings, steps and metrics; write one with --table")
+            raise UserError(source, "not a table of runs with settings, steps and metrics", "write one with --table")
         return table
     return collect(read_sweep(source, smoke)[1])
 
@@ -185,7 +186,7 @@ def check_metrics(table: pd.DataFrame, names: Sequence[str], flag: str) -> None:
     """Checks that all names are metrics of a table, or of COLUMNS.
 
     Raises:
-        ValueError: a name is neither.
+        UserError: a name is neither.
     """
     known = dict.fromkeys([*COLUMNS, *metrics_in(table)])
     for name in names:
@@ -193,4 +194,4 @@ def check_metrics(table: pd.DataFrame, names: Sequence[str], flag: str) -> None:
             similar = (
                 difflib.get_close_matches(name, known, n=3) or [other for other in known if name in other] or known
             )
-            raise ValueError(f"{flag} {name!r}: the runs have no such metric; name one of {', '.join(similar)}")
+            raise UserError(f"{flag} {name!r}", "the runs have no such metric", f"name one of {', '.join(similar)}")

@@ -13,6 +13,7 @@ from pandas.api.typing import SeriesGroupBy
 from recjax.analysis.collect import axes_of
 from recjax.analysis.statistics import estimate, seed_means, sign_flip_p
 from recjax.config.yaml_values import read_yaml_file
+from recjax.errors import UserError
 from recjax.training.metrics import read_metrics
 from recjax.training.run_folder import base_policy, starts
 
@@ -98,7 +99,7 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     Returns:
         Pairs by the settings that they share, the seed first, and the settings that differ between the sides, in words.
     Raises:
-        ValueError: no pairs, or a side has several runs with the same settings.
+        UserError: no pairs, or a side has several runs with the same settings.
     """
     files = [[folder / "config.yaml" for folder in folders] for folders in (first, second)]
     read = [[read_yaml_file(path) if path.is_file() else {} for path in paths] for paths in files]
@@ -114,7 +115,7 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
             break
     else:
         twice = next(name for names in labels for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice}: several runs of one side have these settings; name folders that differ in the seed")
+        raise UserError(twice, "several runs of one side have these settings", "name folders that differ in the seed")
     second_by_label = dict(zip(labels[1], second, strict=True))
     pairs = {
         name: (folder, second_by_label[name])
@@ -123,7 +124,9 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     }
     if not pairs:
         listed = " and ".join(names[0] for names in labels)
-        raise ValueError(f"no runs of the two sides have equal {' and '.join(shared)} ({listed}); run equal seeds")
+        raise UserError(
+            problem=f"no runs of the two sides have equal {' and '.join(shared)} ({listed})", remedy="run equal seeds"
+        )
     changed = [key for key in keys if key not in shared and [*map(len, values[key])] == [1, 1]]
     words = [
         f"{key} = {' and '.join(min(side_values) for side_values in values[key])}"
@@ -204,7 +207,7 @@ def problem_differences(pairs: Iterable[tuple[Path, Path]], metric: str) -> np.n
                 is_parquet = path.suffix == ".parquet"
                 tables.append(pd.read_parquet(path) if is_parquet else pd.read_json(path, lines=True, dtype=False))
             except (OSError, ValueError) as error:
-                raise ValueError(f"{path}: damaged ({error}); evaluate again") from error
+                raise UserError(path, f"damaged ({error})", "evaluate again") from error
         rows = max(tables, key=lambda rows: rows["step"].max() if "step" in rows else -1, default=pd.DataFrame())
         if column not in rows:
             return pd.Series(dtype=float)

@@ -13,6 +13,8 @@ import pandas as pd
 import scipy  # loads scipy.stats, which takes a second, at its first use
 from jaxtyping import Float
 
+from recjax.errors import UserError
+
 LEVEL = 0.05  # highest p-value of a difference
 MIN_SEEDS = 6  # fewer seeds give no verdict: a sign-flip test of five differences has no p-value below 0.06
 SEED = "seed"  # name of the axis
@@ -51,7 +53,7 @@ def estimate(values: Float[np.ndarray, " seeds"]) -> Estimate:
     """The mean of one value per seed, with its 95 % interval; with the range for fewer than MIN_SEEDS values.
 
     Raises:
-        ValueError: fewer than two values.
+        UserError: fewer than two values.
     """
     if len(values) < MIN_SEEDS:
         _require_two(values)
@@ -65,7 +67,7 @@ def student_interval(values: Float[np.ndarray, " seeds"]) -> tuple[float, float]
     It covers the mean of normal values with 95 % for every n; a percentile bootstrap of three values covers 75 %.
 
     Raises:
-        ValueError: fewer than two values.
+        UserError: fewer than two values.
 
     Reference: Student, The Probable Error of a Mean, Biometrika 6 (1908).
 
@@ -161,7 +163,7 @@ def seeds_needed(spread: float, difference: float, power: float = _POWER) -> int
         difference: true mean difference to show; only its size matters.
         power: probability of showing it.
     Raises:
-        ValueError: the difference is 0, or needs more than 10,000 seeds.
+        UserError: the difference is 0, or needs more than 10,000 seeds.
 
     Reference: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), section 2.3.
 
@@ -170,7 +172,7 @@ def seeds_needed(spread: float, difference: float, power: float = _POWER) -> int
         10
     """
     if difference == 0:
-        raise ValueError("difference = 0: no number of seeds shows it; give the smallest difference that matters")
+        raise UserError("difference = 0", "no number of seeds shows it", "give the smallest difference that matters")
     if spread == 0:
         return MIN_SEEDS
     for count in range(MIN_SEEDS, _MOST_SEEDS + 1):
@@ -179,9 +181,9 @@ def seeds_needed(spread: float, difference: float, power: float = _POWER) -> int
         reached = scipy.stats.nct.sf(critical, count - 1, shift) + scipy.stats.nct.cdf(-critical, count - 1, shift)
         if reached >= power:
             return count
-    raise ValueError(
-        f"a difference of {difference:g} with a spread of {spread:g} needs more than {_MOST_SEEDS} seeds; choose a"
-        " larger difference"
+    raise UserError(
+        problem=f"a difference of {difference:g} with a spread of {spread:g} needs more than {_MOST_SEEDS} seeds",
+        remedy="choose a larger difference",
     )
 
 
@@ -201,4 +203,4 @@ def band(values: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 
 def _require_two(values: Float[np.ndarray, " seeds"]) -> None:
     if len(values) < 2:
-        raise ValueError(f"{len(values)} seeds: too few; a spread needs at least 2")
+        raise UserError(f"{len(values)} seeds", "too few", "a spread needs at least 2")

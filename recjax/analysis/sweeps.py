@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from recjax.config import Config, make_config
 from recjax.config.yaml_values import read_yaml_file, write_override
+from recjax.errors import UserError
 
 LOGS = "logs"  # the folder next to the runs' folders
 _OPTIONAL = ("overrides", "smoke")  # keys of a file
@@ -38,24 +39,22 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
         smoke: take the file's smoke block.
         extra: `key=value` overrides for all runs; they come last.
     Raises:
-        ValueError: the file is unreadable, names a setting that it does not define, or makes a config that is refused.
+        UserError: the file is unreadable, names a setting that it does not define, or makes a config that is refused.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{str(path)!r}: no such sweep file; name a YAML file")
+        raise UserError(f"{str(path)!r}", "no such sweep file", "name a YAML file")
     content = read_yaml_file(path)
     needed = {"config", "output", "settings", "grids"}
     known = ["config", "output", "settings", "grids", *_OPTIONAL]
     if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
-        raise ValueError(
-            f"{path}: must have the keys {', '.join(sorted(needed))}, and may have {' and '.join(_OPTIONAL)}"
-        )
+        raise UserError(path, f"must have the keys {', '.join(sorted(needed))}, and may have {' and '.join(_OPTIONAL)}")
     section = content.get("smoke") if smoke else content
     if not isinstance(section, dict) or "grids" not in section:
-        raise ValueError(f"{path}: --smoke needs a block 'smoke' with 'grids' and, optionally, 'overrides'")
+        raise UserError(path, "--smoke needs a block 'smoke' with 'grids' and, optionally, 'overrides'")
     for key in ("config", "output"):
         if not isinstance(content[key], str):
-            raise ValueError(f"{path}: {key} = {content[key]!r}: must be text; put it in quotes")
+            raise UserError(f"{path}: {key}", "must be text", "put it in quotes", value=content[key])
     output = content["output"] + ("_smoke" if smoke else "")
     settings: dict[str, dict[str, list[tuple[str, Any]]]] = {}  # axis → name → changes of the config
     for axis, block in _mapping(path, "settings", content["settings"]):
@@ -64,26 +63,26 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     shared = [_mapping(path, "overrides", content.get("overrides"))]
     last = [_mapping(path, "smoke.overrides", section.get("overrides"))] if smoke else []
     if not isinstance(section["grids"], list) or not section["grids"]:
-        raise ValueError(f"{path}: grids = {section['grids']!r}: must be a list of at least one grid")
+        raise UserError(f"{path}: grids", "must be a list of at least one grid", value=section["grids"])
     base = path.parent / content["config"]
     values = read_yaml_file(base)
     runs: dict[str, SweepRun] = {}
     for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in section["grids"]):
         name = "__".join(chosen.values())
         if name == LOGS:
-            raise ValueError(f"{path}: the setting {name} has the name of the logs' folder; rename it")
+            raise UserError(path, f"the setting {name} has the name of the logs' folder", "rename it")
         if name not in runs:
             blocks = [*shared, *(settings[axis][key] for axis, key in chosen.items()), *last]
             overrides = [write_override(*change) for change in itertools.chain.from_iterable(blocks)]
             overrides += [*extra, write_override("output", f"{output}/{name}")]
             try:
                 runs[name] = SweepRun(chosen, overrides, make_config(values, overrides, str(base)))
-            except ValueError as error:
-                raise ValueError(f"{path}: run {name}: {error}") from error
+            except UserError as error:
+                raise error.within(f"{path}: run {name}") from error
         elif runs[name].settings != chosen:
             first_names, second_names = (" and ".join(names.values()) for names in (runs[name].settings, chosen))
-            raise ValueError(
-                f"{path}: {first_names}, and {second_names}, would both be run {name}; rename one of these settings"
+            raise UserError(
+                path, f"{first_names}, and {second_names}, would both be run {name}", "rename one of these settings"
             )
     return base, list(runs.values())
 
@@ -91,12 +90,12 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
 def _mapping(path: Path, block_name: str, block: Any) -> list[tuple[str, Any]]:
     """The keys, as text, and values of a block of the file; an empty list for an empty block."""
     if not isinstance(block, dict | None):
-        raise ValueError(f"{path}: {block_name} = {block!r}: must be a block of keys and values")
+        raise UserError(f"{path}: {block_name}", "must be a block of keys and values", value=block)
     pairs = [(str(key), value) for key, value in (block or {}).items()]
     names = [name for name, _ in pairs]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(
-            f"{path}: {block_name}: the name {twice[0]!r} occurs twice (1 and '1' are one name); rename one"
+        raise UserError(
+            path, f"{block_name}: the name {twice[0]!r} occurs twice (1 and '1' are one name)", "rename one"
         )
     return pairs
 
@@ -104,12 +103,12 @@ def _mapping(path: Path, block_name: str, block: Any) -> list[tuple[str, Any]]:
 def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, str]]:
     """All combinations of a grid's names; the last axis changes fastest."""
     if not isinstance(grid, dict) or list(grid) != list(settings):
-        raise ValueError(f"{path}: a grid must name the axes {', '.join(settings)} in this order; got {grid!r}")
+        raise UserError(path, f"a grid must name the axes {', '.join(settings)} in this order", f"got {grid!r}")
     choices = []
     for axis, defined in settings.items():
         if grid[axis] != "all" and not isinstance(grid[axis], list):
-            raise ValueError(f"{path}: {axis} = {grid[axis]!r}: must be a list of names, or all")
+            raise UserError(f"{path}: {axis}", "must be a list of names, or all", value=grid[axis])
         choices.append([*defined] if grid[axis] == "all" else [str(name) for name in grid[axis]])
         if unknown := [name for name in choices[-1] if name not in defined]:
-            raise ValueError(f"{path}: {axis}: {unknown[0]!r} is not among settings.{axis}: {', '.join(defined)}")
+            raise UserError(path, f"{axis}: {unknown[0]!r} is not among settings.{axis}: {', '.join(defined)}")
     return [dict(zip(settings, names, strict=True)) for names in itertools.product(*choices)]

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.config import Config, RolloutConfig, TaskConfig, TrainingConfig
+from recjax.errors import UserError
 from recjax.experience.group import (
     Completion,
     Grade,
@@ -423,19 +424,20 @@ def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) ->
             parts = [name for name in completion.grade.reward_parts or {} if weights.get(name, 1.0)]
             names.setdefault(completion.source, set()).update(parts)
             if completion.rows and not parts:
-                raise ValueError(
-                    f"completion {completion.id!r} of source {completion.source!r} has the reward"
-                    f" {completion.grade.reward:g} and no reward part with a weight (reward_parts ="
-                    f" {completion.grade.reward_parts}), and the algorithm reads only parts; give it reward_parts, or"
-                    " use another algorithm.advantage"
+                raise UserError(
+                    f"completion {completion.id!r} of source {completion.source!r}",
+                    f"has the reward {completion.grade.reward:g} and no reward part with a weight (reward_parts ="
+                    f" {completion.grade.reward_parts}), and the algorithm reads only parts",
+                    "give it reward_parts, or use another algorithm.advantage",
                 )
         for source, other_source in itertools.combinations(names, 2):
             if names[source] and names[other_source] and not names[source] & names[other_source]:
-                raise ValueError(
-                    f"group {group.id!r}: its sources {source!r} and {other_source!r} have no reward part in common"
+                raise UserError(
+                    f"group {group.id!r}",
+                    f"its sources {source!r} and {other_source!r} have no reward part in common"
                     f" ({', '.join(sorted(names[source]))}; {', '.join(sorted(names[other_source]))}), and the"
-                    " algorithm compares only parts; give the parts equal names, set experience.regrade, or use another"
-                    " algorithm.advantage"
+                    " algorithm compares only parts",
+                    "give the parts equal names, set experience.regrade, or use another algorithm.advantage",
                 )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sql
 
+from recjax.errors import UserError
 from recjax.passwords import has_password, without_password
 
 LOCKED_SECONDS = 60  # time that a writer waits for another writer
@@ -39,7 +40,7 @@ _CONNECTING = {  # the same limits on this side of the connection
 _RESTARTS = {"starting up": 20, "shutting down": 20, "recovery": 20, "closed the connection": 20, "refused": 3}
 
 
-class Unavailable(ValueError):
+class Unavailable(UserError):
     """The database cannot be reached, or another process holds it; the same call may succeed later."""
 
 
@@ -106,7 +107,7 @@ def open_database(place: str | Path | None, create: bool, follows: bool) -> Data
     A database of another program stays as it is.
 
     Raises:
-        ValueError: no such database, or one of another program.
+        UserError: no such database, or one of another program.
     """
     if place is None:
         return Database(_sqlite(":memory:", sql.StaticPool), "a store in memory")
@@ -115,31 +116,32 @@ def open_database(place: str | Path | None, create: bool, follows: bool) -> Data
         return Database(_postgresql(str(place), name), name)
     path = _path_of(place)
     if path.is_dir():
-        raise ValueError(f"{name} is a folder, and a store is a file; give a file, such as {path / 'experience.db'}")
+        raise UserError(name, "is a folder, and a store is a file", f"give a file, such as {path / 'experience.db'}")
     if not path.exists():
         if not create:
-            raise ValueError(f"{name} is not an experience store (no such file); {MAKE}")
+            raise UserError(name, "is not an experience store (no such file)", MAKE)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
-            raise ValueError(f"{name} cannot be written ({error.strerror}); give another path") from error
+            raise UserError(name, f"cannot be written ({error.strerror})", "give another path") from error
         lasts_of(path).unlink(missing_ok=True)
     if not os.access(path, os.R_OK):
-        raise ValueError(f"{name} cannot be read (permission denied); ask its owner for permission to read it")
+        raise UserError(name, "cannot be read (permission denied)", "ask its owner for permission to read it")
     access = _access(path, name, follows)
     columns = _columns_in(path)
     lasts = lasts_of(path)
     if not columns and lasts.is_file():
         # SQLite writes the tables of a new file into the file NAME-wal first.
         _, completions, *_ = [*lasts.read_text(encoding="ascii", errors="replace").split(), "", ""]
-        raise ValueError(
-            f"{name}: the last {completions} completions are gone, perhaps with the file {path}-wal; restore the files"
-            f" from a backup, or delete {path} to accept the loss"
+        raise UserError(
+            name,
+            f"the last {completions} completions are gone, perhaps with the file {path}-wal",
+            f"restore the files from a backup, or delete {path} to accept the loss",
         )
     if columns and "version" not in columns.get("store", ()):
         remedy = "it is a database of another program; give another file" if create else MAKE
-        raise ValueError(f"{name} is not an experience store; {remedy}")
+        raise UserError(name, "is not an experience store", remedy)
     return Database(_sqlite(_uri(path, access), sql.QueuePool), name, path, columns or {})
 
 
@@ -151,7 +153,7 @@ def _path_of(place: str | Path) -> Path:
         return path
     except (OSError, RuntimeError) as error:
         problem = getattr(error, "strerror", None) or error
-        raise ValueError(f"{str(place)!r:.200} is no path of a file ({problem}); give another file") from error
+        raise UserError(f"{str(place)!r:.200}", f"is no path of a file ({problem})", "give another file") from error
 
 
 def _access(path: Path, name: str, follows: bool) -> str:
@@ -163,10 +165,10 @@ def _access(path: Path, name: str, follows: bool) -> str:
         return "mode=ro"
     if log.exists() and log.stat().st_size:
         problem = f"its newest rows are in {log}, which SQLite cannot read in a folder without write permission"
-        raise ValueError(f"{name}: {problem}; copy all files of the store to another folder, and give that copy")
+        raise UserError(name, problem, "copy all files of the store to another folder, and give that copy")
     if follows:
         problem = "SQLite does not see changes in a folder without write permission unless a process writes the store"
-        raise ValueError(f"{name}: {problem}; start the writer first, grant write permission, or use PostgreSQL")
+        raise UserError(name, problem, "start the writer first, grant write permission, or use PostgreSQL")
     return "mode=ro&immutable=1"
 
 
@@ -226,17 +228,17 @@ def _sqlite(uri: str, pool: type[sql.Pool]) -> sql.Engine:
 
 def _postgresql(place: str, name: str) -> sql.Engine:
     if problem := has_password(place):
-        raise ValueError(f"{name}: {problem}")
+        raise UserError(name, problem)
     if not place.startswith("postgresql://"):
-        raise ValueError(f"{name}: recjax knows no such database; give a file, or postgresql://user@host/name")
+        raise UserError(name, "recjax knows no such database", "give a file, or postgresql://user@host/name")
     try:
         import psycopg
 
         url = sql.make_url(place).set(drivername="postgresql+psycopg")
     except ModuleNotFoundError as error:
-        raise ValueError(f"{name}: needs the package {error.name}; pip install 'psycopg[binary]'") from error
+        raise UserError(name, f"needs the package {error.name}", "pip install 'psycopg[binary]'") from error
     except (ValueError, sql.exc.ArgumentError):
-        raise ValueError(f"{name} is no URL of a database; give postgresql://user@host/name") from None
+        raise UserError(name, "is no URL of a database", "give postgresql://user@host/name") from None
 
     class Connection(psycopg.Connection):
         """A connection that does not wait for ever for a server that has stopped without closing it."""

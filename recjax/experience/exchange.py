@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recjax.errors import UserError
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, record_of, row_of
 from recjax.experience.store import Store
@@ -75,7 +76,7 @@ def export_store(store: Store, path: Path) -> int:
     records = store.records(others=True)
     count = 0
     if path.suffix not in (".parquet", ".jsonl"):
-        raise ValueError(f"--output {str(path)!r}: give a file that ends with .parquet or .jsonl")
+        raise UserError("", f"--output {str(path)!r}: give a file that ends with .parquet or .jsonl")
     with whole_file(path) as file:
         writer = pq.ParquetWriter(file, SCHEMA, compression="zstd") if path.suffix == ".parquet" else None
         while rows := list(map(_exported, itertools.islice(records, TOGETHER))):
@@ -125,8 +126,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     row |= {"time": datetime.fromisoformat(row["time"]), "recorded": recorded}
                     yield place, {name: row[name] for name in SCHEMA.names}
                 except (ValueError, TypeError, KeyError) as error:
-                    raise ValueError(
-                        f"{place}: is not a line of an export ({error!r}); export the store again"
+                    raise UserError(
+                        "", f"{place}: is not a line of an export ({error!r}); export the store again"
                     ) from error
         return
     try:
@@ -134,18 +135,20 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         version = file.schema_arrow.metadata[_VERSION]
         if version != _CURRENT:
             words = f"has store version {version.decode()!r}, and this recjax imports {_CURRENT.decode()}"
-            raise ValueError(f"{path}: {words}; import it with the recjax that wrote it")
+            raise UserError("", f"{path}: {words}; import it with the recjax that wrote it")
         types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
         for field in SCHEMA:
             if field.name not in types:
-                raise ValueError(f"{path}: column {field.name} is missing; export the store again")
+                raise UserError("", f"{path}: column {field.name} is missing; export the store again")
             if (kind := types[field.name]) != field.type:
-                raise ValueError(f"{path}: column {field.name} has type {kind}; convert it to {field.type}")
+                raise UserError("", f"{path}: column {field.name} has type {kind}; convert it to {field.type}")
         rows = (row for batch in file.iter_batches(TOGETHER) for row in batch.to_pylist())
         for number, row in enumerate(rows):
             yield f"{path}: row {number}", row
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); restore the file from a backup, or move it away") from error
+        raise UserError(
+            "", f"{path} cannot be read ({error}); restore the file from a backup, or move it away"
+        ) from error
 
 
 def _exported(record: Record) -> dict[str, Any]:
@@ -171,17 +174,17 @@ def _imported(place: str, row: Mapping[str, Any]) -> Record:
     """The completion of a row; checks what `store_checks.check_records` cannot see in a completion."""
     try:
         if (row["prompt"] is None) == (row["messages"] is None):
-            raise ValueError(f"column prompt: {row['prompt']!r:.80}: give one of prompt and messages")
+            raise UserError("", f"column prompt: {row['prompt']!r:.80}: give one of prompt and messages")
         for name in _JSON:
             try:
                 json.loads(row[name] or "null")
             except (ValueError, TypeError, RecursionError) as error:
-                raise ValueError(f"column {name}: {row[name]!r:.80}: takes the text of JSON, or null") from error
+                raise UserError("", f"column {name}: {row[name]!r:.80}: takes the text of JSON, or null") from error
         for name in _LISTS:
             if None in (row[name] or ()):
-                raise ValueError(f"column {name}: {row[name]!r:.80}: has a null")
+                raise UserError("", f"column {name}: {row[name]!r:.80}: has a null")
         if (time := row["time"]) is None:
-            raise ValueError("column time: None: must be given in every row")
+            raise UserError("", "column time: None: must be given in every row")
         lists = {name: np.array(row[name] or [], dtype).tobytes() for name, dtype in _LISTS.items()}
         lists |= {} if row["behavior_logprobs"] else {"behavior_logprobs": None}
         time = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
@@ -194,4 +197,4 @@ def _imported(place: str, row: Mapping[str, Any]) -> Record:
         others = {name: (Grade.from_json(values), comment) for name, (*values, comment) in others.items()}
         return record._replace(others=others)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise UserError("", f"{place}: {error}") from error

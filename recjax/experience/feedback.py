@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from recjax.errors import UserError
 from recjax.experience.group import Grade
 from recjax.experience.store import TURNS, Store
 from recjax.experience.store_checks import MOST_REWARD, are_parts, is_finite_number
@@ -37,9 +38,9 @@ def give_rewards(
     """
     for number, entry in enumerate(entries):
         if unknown := [key for key in entry if key not in _KEYS]:
-            raise ValueError(f"{place(number)}: unknown key {unknown[0]!r}; an entry takes {', '.join(_KEYS)}")
+            raise UserError("", f"{place(number)}: unknown key {unknown[0]!r}; an entry takes {', '.join(_KEYS)}")
         if (entry.get("id") is None) == (entry.get("group_id") is None):
-            raise ValueError(f"{place(number)}: give exactly one of id and group_id; found {entry!r:.80}")
+            raise UserError("", f"{place(number)}: give exactly one of id and group_id; found {entry!r:.80}")
     store.check_indexes()
     known = {
         key: store.numbers(key, [str(entry[key]) for entry in entries if entry.get(key) is not None])
@@ -59,14 +60,15 @@ def give_rewards(
             try:
                 grade = whole_grade(*values, turns.get(name, 1), of_turns.get(name, ()))
             except ValueError as error:
-                raise ValueError(f"{place(number)}: {error}") from error
+                raise UserError("", f"{place(number)}: {error}") from error
             earlier = before.get(name) or new.get(name)
             if earlier is not None and earlier[0] != grade:
                 where = "the store" if name in before else "an earlier entry"
                 (record,) = store.read([name], None)
-                raise ValueError(
+                raise UserError(
+                    "",
                     f"{place(number)}: row {record.completion.id!r} has another reward, {earlier[0].reward}, in"
-                    f" {where}; rewards cannot be changed"
+                    f" {where}; rewards cannot be changed",
                 )
             if name in before:
                 had_it.add(name)
@@ -102,24 +104,24 @@ def whole_grade(
     if turn_rewards is not None:
         are_rewards = isinstance(turn_rewards, list | tuple) and all(map(is_finite_number, turn_rewards))
         if not are_rewards or len(turn_rewards) != turns:
-            raise ValueError(
-                f"turn_rewards = {turn_rewards!r:.80}: takes a list of {takes}, one for each of {turns} turns"
+            raise UserError(
+                "", f"turn_rewards = {turn_rewards!r:.80}: takes a list of {takes}, one for each of {turns} turns"
             )
         turn_rewards = tuple(map(float, turn_rewards))
         if known and turn_rewards != tuple(known):
             listed = ", ".join(f"{value:g}" for value in known)
-            raise ValueError(
-                f"turn_rewards = {turn_rewards!r:.80}: the turns already have the rewards {listed}; remove it"
+            raise UserError(
+                "", f"turn_rewards = {turn_rewards!r:.80}: the turns already have the rewards {listed}; remove it"
             )
     turn_rewards = turn_rewards or tuple(known)
     reward = sum(turn_rewards) if reward is None and turn_rewards else reward
     if not is_finite_number(reward):
-        raise ValueError(f"reward = {reward!r:.80}: takes {takes}")
+        raise UserError("", f"reward = {reward!r:.80}: takes {takes}")
     if parts is not None and not (parts and are_parts(parts)):
-        raise ValueError(f"reward_parts = {parts!r:.80}: takes names and finite numbers")
+        raise UserError("", f"reward_parts = {parts!r:.80}: takes names and finite numbers")
     check_part_names(parts or (), "reward_parts")
     if not isinstance(accurate, bool | None):
-        raise ValueError(f"accurate = {accurate!r:.80}: takes true and false")
+        raise UserError("", f"accurate = {accurate!r:.80}: takes true and false")
     parts = parts and {name: float(value) for name, value in parts.items()}
     return Grade(float(reward), parts, accurate, turns=turn_rewards)
 
@@ -130,7 +132,7 @@ def _resolved(
     """The numbers of an entry's completions, each with its values of `_GIVEN`."""
     key = "id" if entry.get("group_id") is None else "group_id"
     if not isinstance(entry[key], str) or entry[key] not in known[key]:
-        raise ValueError(f"{place}: {key} = {entry[key]!r}: the store has no such row; correct the {key}")
+        raise UserError("", f"{place}: {key} = {entry[key]!r}: the store has no such row; correct the {key}")
     names = known[key][entry[key]]
     columns = []
     for column in _GIVEN:
@@ -138,6 +140,8 @@ def _resolved(
         if not (key == "group_id" and isinstance(values, list)):
             values = [values] * len(names)
         if len(values) != len(names):
-            raise ValueError(f"{place}: {column} has {len(values)} values; give one for each of the {len(names)} rows")
+            raise UserError(
+                "", f"{place}: {column} has {len(values)} values; give one for each of the {len(names)} rows"
+            )
         columns.append(values)
     return list(zip(names, *columns, strict=True))

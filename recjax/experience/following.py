@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.experience.database import Unavailable, exists, store_name
 from recjax.experience.queue import Arrival
 from recjax.experience.records import Record
@@ -101,7 +102,7 @@ class Follower:
             step: number of the next training step.
             room: number of groups, at most.
         Raises:
-            ValueError: the store is damaged, it is not the store that the run has followed, or its database cannot be
+            UserError: the store is damaged, it is not the store that the run has followed, or its database cannot be
                 reached for `experience.outage_seconds`.
         """
         try:
@@ -109,7 +110,7 @@ class Follower:
             if self._unavailable_since is not None:
                 logger.warning("%s: the run can read it again", self.name)
             self._unavailable_since = None
-        except ValueError as error:
+        except UserError as error:
             now = time.monotonic()
             limit = self._config.experience.outage_seconds
             # If the run has never read the store, its URL may be wrong.
@@ -118,7 +119,7 @@ class Follower:
                 self._unavailable_since = now
                 logger.warning("%s; the run waits for it, up to %g seconds", error, limit)
             if not may_wait or now - self._unavailable_since >= limit:
-                raise ValueError(f"experience.store = {self.name!r}: {error}") from error
+                raise UserError("experience.store", str(error), value=self.name) from error
         candidates = self._candidates()
         candidates.sort(key=lambda waiting: min(self._version(each, step) or 0 for each in waiting[0]))
         self.rewarded = len(candidates)
@@ -214,10 +215,13 @@ class Follower:
             for ours_last, theirs_last, deleted in zip(ours, theirs, have_deleted, strict=True)
         ]
         if last.completion < before.completion or last.reward < before.reward or any(is_lost):
-            raise ValueError(
-                f"has gone back to an earlier state: this run has read completions up to number {before.completion},"
-                f" and the store, which now ends at number {last.completion}, has lost or replaced some of them;"
-                " restore the newest backup, or give another output, to train on the store as it is"
+            raise UserError(
+                problem=(
+                    "has gone back to an earlier state: this run has read completions up to number"
+                    f" {before.completion}, and the store, which now ends at number {last.completion}, has lost or"
+                    " replaced some of them"
+                ),
+                remedy="restore the newest backup, or give another output, to train on the store as it is",
             )
 
     def _refresh(self) -> None:
@@ -232,8 +236,9 @@ class Follower:
             # A server of databases may not have the tables yet.
             self._store = Store(url_or_file, create="://" in url_or_file, follows=True)
         if self._resumed.get("store", "") not in ("", self._store.id):
-            raise ValueError(
-                "is another store than the one that this run has followed; restore that store, or give another output"
+            raise UserError(
+                problem="is another store than the one that this run has followed",
+                remedy="restore that store, or give another output",
             )
         last = self._store.last()
         before = self._read
@@ -282,7 +287,7 @@ class Follower:
         rollout = self._config.rollout
         try:
             (record,) = tokenized([record], self._policy)
-        except ValueError as error:
+        except UserError as error:
             return record, "no_tokens", str(error)
         completion = record.completion
         name = f"row {completion.id!r} of source {completion.source!r}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from recjax.errors import UserError
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.records import CHAT_TEMPLATE, Record
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
@@ -72,14 +73,14 @@ def import_rows(
         ValueError: an unreadable file or an unusable row; the message contains file, line or row, and reason.
     """
     if source is not None and columns.source is not None:
-        raise ValueError(f"--source {source!r}: has no effect with --source_column {columns.source!r}; remove one")
+        raise UserError("", f"--source {source!r}: has no effect with --source_column {columns.source!r}; remove one")
     named = {name: column for name, column in columns._asdict().items() if (name, column) != ("source", None)}
     listed = ", ".join(f"{name}={column!r}" for name, column in named.items())
     digest = hashlib.sha256(f"({source!r}, Columns({listed}))".encode())
     for file in map(Path, files):
         if not file.is_file():
             problem = "is a folder; give its files" if file.is_dir() else "no such file; correct --input"
-            raise ValueError(f"{file}: {problem}")
+            raise UserError("", f"{file}: {problem}")
         digest.update(file.read_bytes())
     name = digest.hexdigest()[:12]
     records = []
@@ -89,7 +90,7 @@ def import_rows(
     for file in map(Path, files):
         is_csv = file.suffix.lower() == ".csv"
         if not (is_csv or ENDING.search(file.name)):
-            raise ValueError(f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
+            raise UserError("", f"{file}: give .jsonl, .csv or .parquet files {MORE_ENDINGS}")
         named = source or (ENDING.sub("", file.name) if ENDING.search(file.name) else file.stem)
         # Places are line numbers from 1, or row numbers from 0 in Parquet files.
         for values, where in _csv_rows(file, columns) if is_csv else read_file(file, "--input", narrow_lists=False):
@@ -100,10 +101,10 @@ def import_rows(
             places.append(where)
             seen |= values
     if not records:
-        raise ValueError(f"{', '.join(map(str, files))}: has no rows; give a file with at least one")
+        raise UserError("", f"{', '.join(map(str, files))}: has no rows; give a file with at least one")
     for column, wanted in columns._asdict().items():
         if wanted not in (*seen, Columns._field_defaults[column]):
-            raise ValueError(f"--{column}_column {wanted!r}: no row has this column; choose from {', '.join(seen)}")
+            raise UserError("", f"--{column}_column {wanted!r}: no row has this column; choose from {', '.join(seen)}")
     has_chats = any(not isinstance(record.group.prompt, str) for record in records)
     taken = {*columns, *(TEMPLATE_COLUMNS if has_chats else ())}
     return Imported(records, places, [column for column in seen if column not in taken])
@@ -119,11 +120,11 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
         try:
             # pandas writes its index as columns without a name.
             if repeated := [name for name, count in Counter(reader.fieldnames or ()).items() if name and count > 1]:
-                raise ValueError(f"--input: {file}: line 1: the column {repeated[0]!r} is given twice; remove one")
+                raise UserError("", f"--input: {file}: line 1: the column {repeated[0]!r} is given twice; remove one")
             for cells in reader:
                 where = f"--input: {file}: line {reader.line_num}"
                 if None in cells or None in cells.values():
-                    raise ValueError(f"{where}: more or fewer cells than the {len(reader.fieldnames)} columns")
+                    raise UserError("", f"{where}: more or fewer cells than the {len(reader.fieldnames)} columns")
                 row = {name: cell if cell or name == columns.completion else None for name, cell in cells.items()}
                 for name in structured & row.keys():
                     if (cell := row[name]) is None:
@@ -133,13 +134,13 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
                         row[name] = json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
                     except (ValueError, RecursionError) as error:
                         reason = f"is neither a number nor JSON ({error})"
-                        raise ValueError(f"{where}: {name}: {cell!r:.80} {reason}") from error
+                        raise UserError("", f"{where}: {name}: {cell!r:.80} {reason}") from error
                 yield FileRow(row, where)
         except csv.Error as error:
-            raise ValueError(f"--input: {file}: line {reader.line_num}: {error}") from error
+            raise UserError("", f"--input: {file}: line {reader.line_num}: {error}") from error
         except UnicodeDecodeError as error:
             where = f"--input: {file}: after line {reader.line_num}"
-            raise ValueError(f"{where}: is not UTF-8 ({error.reason}); save the file as UTF-8") from error
+            raise UserError("", f"{where}: is not UTF-8 ({error.reason}); save the file as UTF-8") from error
 
 
 class _Source(NamedTuple):
@@ -154,7 +155,7 @@ class _Source(NamedTuple):
         """Raises an error about the value in a column unless `fits` is true."""
         if not fits:
             name = getattr(self.columns, column)
-            raise ValueError(f"{self.place}: {name}: {self.given.get(column)!r:.80}: {reason}")
+            raise UserError("", f"{self.place}: {name}: {self.given.get(column)!r:.80}: {reason}")
 
 
 def _record(
@@ -208,8 +209,9 @@ def _texts(row: _Source) -> tuple[str | None, list | None, str]:
     if (prompt is None) == (messages is None):
         given = "both" if prompt is not None else f"neither; the row has {', '.join(map(repr, row.values))}"
         names = f"{row.columns.prompt!r} and {row.columns.messages!r}"
-        raise ValueError(
-            f"{row.place}: give one of {names}; found {given}. --prompt_column and --messages_column set other names"
+        raise UserError(
+            "",
+            f"{row.place}: give one of {names}; found {given}. --prompt_column and --messages_column set other names",
         )
     if messages is not None:
         messages = _chat(row, column, messages)

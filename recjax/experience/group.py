@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from recjax.errors import UserError
 from recjax.models.sampling import KEPT, TOP_IDS, TOP_LOGPROBS, Sampling
 
 LOWEST_LOGPROB = -9000.0  # in nats; servers write -9999 for a log-prob of minus infinity
@@ -135,13 +136,14 @@ def completion_turns(completion: Completion) -> tuple[Turn, ...]:
     """The turns; a completion with one row and no recorded turns is a single turn.
 
     Raises:
-        ValueError: several rows without turns.
+        UserError: several rows without turns.
     """
     if completion.turns or len(completion.rows) == 1:
         return completion.turns or (Turn(0, len(completion.rows[0].tokens)),)
-    raise ValueError(
-        f"row {completion.id!r} has {len(completion.rows)} token sequences without turns; choose an advantage that"
-        " compares whole trajectories, or remove the row"
+    raise UserError(
+        f"row {completion.id!r}",
+        f"has {len(completion.rows)} token sequences without turns",
+        "choose an advantage that compares whole trajectories, or remove the row",
     )
 
 
@@ -349,7 +351,7 @@ def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[d
     Args:
         lengths: number of tokens in each row.
     Raises:
-        ValueError: the bytes have another format, or unpack to more than `RECORDED_BYTES` for each token.
+        UserError: the bytes have another format, or unpack to more than `RECORDED_BYTES` for each token.
     """
     recorded: list[dict[str, np.ndarray]] = [{} for _ in lengths]
     if not content:
@@ -364,7 +366,7 @@ def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[d
             with zipfile.ZipFile(file) as members:
                 size = sum(member.file_size for member in members.infolist())
         if size > limit:
-            raise ValueError(f"they have more than {limit} bytes, {RECORDED_BYTES} for each token")
+            raise UserError(problem=f"they have more than {limit} bytes, {RECORDED_BYTES} for each token")
         for key, values in np.load(file).items():
             number, _, name = key.partition("/")
             recorded[int(number)][name] = values
@@ -378,5 +380,7 @@ def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[d
         ValueError,
         MemoryError,
     ) as error:
-        raise ValueError(f"recorded arrays cannot be read ({error}); restore the file from a backup") from error
+        raise UserError(
+            problem=f"recorded arrays cannot be read ({error})", remedy="restore the file from a backup"
+        ) from error
     return recorded

@@ -9,6 +9,7 @@ from jaxtyping import Int, UInt8
 
 from recjax.config import Config
 from recjax.config.schema import MICRO_BATCH_TOKENS
+from recjax.errors import UserError
 from recjax.experience.batch import Batch, Shape
 
 TILE = 128  # accelerators compute attention in tiles of this many tokens
@@ -88,7 +89,7 @@ def row_shape(
         multiple: divisor of the number of rows, for devices that share rows equally.
         sequences: number of sequences in the batch, which needs no more rows; None: any number.
     Raises:
-        ValueError: the budget is too small.
+        UserError: the budget is too small.
     """
     rows = budget // longest // multiple * multiple
     tokens = budget // max(rows, 1)
@@ -98,9 +99,11 @@ def row_shape(
         enough = longest * -(-together // multiple) * multiple
         room = f"{together} of the longest sequences, {longest} tokens each" if together > 1 else f"{longest} tokens"
         sharing = f" on each of {multiple} devices" if multiple > 1 else ""
-        raise ValueError(
-            f"training.tokens_per_micro_batch = {budget}: a micro-batch must have room for {room}{sharing}; raise it to"
-            f" {enough} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
+        raise UserError(
+            "training.tokens_per_micro_batch",
+            f"a micro-batch must have room for {room}{sharing}",
+            f"raise it to {enough} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens",
+            value=budget,
         )
     return RowShape(rows if sequences is None else min(rows, -(-sequences // multiple) * multiple), tokens)
 
@@ -129,7 +132,7 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
     Args:
         multiple: see `row_shape`.
     Raises:
-        ValueError: the budget is too small for the longest sequence, or for all completions of a prompt if the
+        UserError: the budget is too small for the longest sequence, or for all completions of a prompt if the
             algorithm compares them.
     """
     algorithm = config.algorithm.build()
@@ -171,7 +174,7 @@ def pack(
         most: number of micro-batches, which doubles until all sequences fit; None: one row for each sequence.
         grow: double the number of rows in a micro-batch until it has room for all that goes together.
     Raises:
-        ValueError: a micro-batch is too small for what goes together.
+        UserError: a micro-batch is too small for what goes together.
     """
     sequences = _sequences(batch, share)
     lengths = sequences.lengths
@@ -182,11 +185,13 @@ def pack(
             if _first_fit(sequences, [unit], shape, 1) is not None:
                 break
             if not grow:
-                raise ValueError(
-                    f"training.tokens_per_micro_batch: a micro-batch has room for {shape.rows} rows of {shape.tokens}"
-                    f" tokens, but rows of {', '.join(str(lengths[index]) for index in unit)} tokens belong"
-                    f" to one {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
-                    " together; raise it"
+                raise UserError(
+                    "training.tokens_per_micro_batch",
+                    f"a micro-batch has room for {shape.rows} rows of {shape.tokens} tokens, but rows of"
+                    f" {', '.join(str(lengths[index]) for index in unit)} tokens belong to one"
+                    f" {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
+                    " together",
+                    "raise it",
                 )
             shape = shape._replace(rows=2 * shape.rows)
     most = most or -(-len(batch.completions) // shape.rows)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from recjax.errors import UserError
 from recjax.experience.group import Completion, Grade, Group, Row, Turn, recorded_from_bytes, recorded_to_bytes
 from recjax.models.sampling import Sampling
 from recjax.tasks.problems import problem_text
@@ -168,7 +169,7 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
     """The completion of the columns from `row_of`, with its grade and the comment about it.
 
     Raises:
-        ValueError: the columns contradict each other.
+        UserError: the columns contradict each other.
     """
     prompts = np.frombuffer(row["prompt_tokens"], "<i4")
     tokens = np.frombuffer(row["completion_tokens"], "<i4")
@@ -229,7 +230,7 @@ def groups_of(records: Iterable[Record]) -> list[Group]:
     """Joins the completions of each group, in order of the groups' first completions.
 
     Raises:
-        ValueError: completions of a group have different prompts.
+        UserError: completions of a group have different prompts.
     """
     groups: dict[str, Group] = {}
     for record in records:
@@ -240,10 +241,11 @@ def groups_of(records: Iterable[Record]) -> list[Group]:
         prompt = group.prompt_tokens
         other_prompt = record.group.prompt_tokens
         if len(prompt) and len(other_prompt) and (len(prompt) != len(other_prompt) or (prompt != other_prompt).any()):
-            raise ValueError(
-                f"group {group.id!r}: rows {group.completions[0].id!r} and {record.completion.id!r} have different"
-                " prompts, and all completions in a group must answer the same prompt; import the rows as separate"
-                " groups"
+            raise UserError(
+                f"group {group.id!r}",
+                f"rows {group.completions[0].id!r} and {record.completion.id!r} have different prompts, and all"
+                " completions in a group must answer the same prompt",
+                "import the rows as separate groups",
             )
         groups[group.id] = group._replace(completions=(*group.completions, record.completion))
     return list(groups.values())
@@ -280,7 +282,7 @@ def groups_from_bytes(content: bytes) -> list[Group]:
     """Converts the bytes of `groups_to_bytes` back to groups.
 
     Raises:
-        ValueError: the bytes have another format.
+        UserError: the bytes have another format.
     """
     groups: dict[int, Group] = {}
     for row in pq.read_table(pa.BufferReader(content)).to_pylist() if content else ():

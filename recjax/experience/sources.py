@@ -13,6 +13,7 @@ from recjax.algorithms.losses import Algorithm
 from recjax.cache import cache_folder
 from recjax.config import MissingLogprobs
 from recjax.console import progress_bar
+from recjax.errors import UserError
 from recjax.experience.batch import Shape, pad, row_places
 from recjax.experience.group import Completion, Group, has_sets
 from recjax.experience.layout import score
@@ -34,23 +35,29 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
         sampling: distribution under which the trainer computes log π; ratios to any other would be meaningless.
         missing: value of `experience.missing_logprobs`: the replacement for missing log-probs.
     Raises:
-        ValueError: `missing` does not allow such rows; the message contains source, number of rows and remedy.
+        UserError: `missing` does not allow such rows; the message contains source, number of rows and remedy.
     """
     if missing == "unneeded":
         if algorithm.needs_behavior_logprobs:
-            raise ValueError(
-                "experience.missing_logprobs = 'unneeded': this algorithm reads behavior log-probs; set 'initial' or"
-                f" 'current', or choose a preset that reads none: {', '.join(_presets_without())}"
+            raise UserError(
+                "experience.missing_logprobs = 'unneeded'",
+                "this algorithm reads behavior log-probs",
+                f"set 'initial' or 'current', or choose a preset that reads none: {', '.join(_presets_without())}",
             )
         return
     lacking = groups.table["lack_logprobs"][groups.places]
     if missing == "error" and lacking.any():
         group = groups[np.argmax(lacking > 0)]
         first = next(completion for completion in group.completions if _lacks_logprobs(completion))
-        raise ValueError(
-            f"{lacking.sum()} of {groups.sizes.sum()} rows have no behavior log-probs, the first is {first.id!r} of"
-            f" source {first.source!r}; set experience.missing_logprobs to 'initial', 'current' or, for the presets"
-            f" {', '.join(_presets_without())}, 'unneeded'"
+        raise UserError(
+            problem=(
+                f"{lacking.sum()} of {groups.sizes.sum()} rows have no behavior log-probs, the first is {first.id!r}"
+                f" of source {first.source!r}"
+            ),
+            remedy=(
+                "set experience.missing_logprobs to 'initial', 'current' or, for the presets"
+                f" {', '.join(_presets_without())}, 'unneeded'"
+            ),
         )
     # Another distribution is no error if each token has its recorded set, which only the completion itself shows.
     firsts = set(groups.table["first"][groups.places].tolist())
@@ -59,17 +66,17 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
     while chunk := list(itertools.islice(numbers, _TOGETHER)):
         for record in contents.read(chunk, None):
             if problem := problem_with_sampling(record.completion, sampling):
-                raise ValueError(f"{problem}, or experience.missing_logprobs to 'unneeded'")
+                raise UserError(problem=f"{problem}, or experience.missing_logprobs to 'unneeded'")
 
 
 def check_top_tokens(groups: StoredGroups) -> None:
     """Checks that the first group has recorded most likely tokens, which an algorithm with score centering reads."""
     for completion in groups[0].completions:
         if not any(TOP_IDS in row.recorded for row in completion.rows):
-            raise ValueError(
-                f"row {completion.id!r} of source {completion.source!r} has no recorded most likely tokens, which"
-                " algorithm.score_centering reads; record the store with rollout.recorded_top_k, or set"
-                " algorithm.score_centering.coefficient=0"
+            raise UserError(
+                f"row {completion.id!r} of source {completion.source!r}",
+                "has no recorded most likely tokens, which algorithm.score_centering reads",
+                "record the store with rollout.recorded_top_k, or set algorithm.score_centering.coefficient=0",
             )
 
 
@@ -156,7 +163,7 @@ def with_initial_logprobs(
     """Computes the missing log-probs of a store's groups once and keeps them in a temporary file; see `with_logprobs`.
 
     Raises:
-        ValueError: the cache folder, which holds the temporary file, cannot be written.
+        UserError: the cache folder, which holds the temporary file, cannot be written.
     """
     lacking = groups.chosen(groups.table["lack_logprobs"][groups.places] > 0)
     if not len(lacking):
@@ -204,10 +211,13 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     A pure function of its arguments, so that a resumed run gets the same batches.
 
     Raises:
-        ValueError: fewer groups than `count`.
+        UserError: fewer groups than `count`.
     """
     if len(groups) < count:
-        raise ValueError(f"{len(groups)} groups are fewer than the {count} in a batch; add groups, or lower the batch")
+        raise UserError(
+            problem=f"{len(groups)} groups are fewer than the {count} in a batch",
+            remedy="add groups, or lower the batch",
+        )
     indices = batch_indices(len(groups), count, batch, seed)
     # A store reads the groups of a batch in one query.
     return list(groups.chosen(indices)) if isinstance(groups, StoredGroups) else [groups[index] for index in indices]

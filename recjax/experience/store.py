@@ -20,6 +20,7 @@ import sqlalchemy as sql
 import xxhash
 from filelock import Timeout
 
+from recjax.errors import UserError
 from recjax.experience.database import (
     MAKE,
     RESTORE,
@@ -132,7 +133,7 @@ REWARDS = sql.Table(
 )
 
 
-class Conflict(ValueError):
+class Conflict(UserError):
     """A completion that a change adds is there already, or one that it reads or grades is gone or has a reward."""
 
 
@@ -181,7 +182,7 @@ class Store:
             create: True to make a new store if none exists.
             follows: True to see the rows that others add later, which not every file allows.
         Raises:
-            ValueError: no store, a store of another version, or one that cannot be read; the message has the remedy.
+            UserError: no store, a store of another version, or one that cannot be read; the message has the remedy.
         """
         self._engine, self.name, self._file, columns = open_database(place, create, follows)
         self._opened = self._file and os.stat(self._file)
@@ -204,14 +205,14 @@ class Store:
                             _STORE.insert(), dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True))
                         )
             if not sql.inspect(self._engine).has_table(_STORE.name):
-                raise ValueError(f"{self.name} is not an experience store; {MAKE}")
+                raise UserError(self.name, "is not an experience store", MAKE)
             with self._engine.connect() as connection:
                 # Other versions may lack the other columns.
                 self._check_version(connection.execute(sql.select(_STORE.c.version)).all())
                 for table in _TABLES.tables.values() if columns else ():
                     if lacks := [name for name in table.c.keys() if name not in columns.get(table.name, ())]:
                         problem = f"its table `{table.name}` has no column `{lacks[0]}`"
-                        raise ValueError(f"{self.name} is damaged: {problem}; {RESTORE}")
+                        raise UserError(self.name, f"is damaged: {problem}", RESTORE)
                 self.id = self._row(connection).id
         self._check_lasts()
         self.contents = self
@@ -243,7 +244,7 @@ class Store:
         In PostgreSQL, the writing connection holds the name: who loses the connection cannot write without the name.
 
         Raises:
-            ValueError: another process has the name.
+            UserError: another process has the name.
         """
         if self._engine.dialect.name == "postgresql":
             self._server = server
@@ -254,9 +255,7 @@ class Store:
                 lock = self._file.with_name(f"{self._file.name}-server.lock")
                 self._reserved.enter_context(locked_file(lock, seconds=0))
             except Timeout:
-                raise ValueError(
-                    f"{self.name}: another server records there; give another file with --record"
-                ) from None
+                raise UserError(self.name, "another server records there", "give another file with --record") from None
 
     _said_unchecked = False  # that the database checks no pages
 
@@ -267,7 +266,7 @@ class Store:
         PostgreSQL checks its pages itself if its setting data_checksums is on; a warning says so if it is off.
 
         Raises:
-            ValueError: an index or a page is damaged.
+            UserError: an index or a page is damaged.
         """
         if self._file:
             with self._trying("read"), self._engine.connect() as connection:
@@ -288,10 +287,10 @@ class Store:
         """Makes all indexes of a file again from the rows.
 
         Raises:
-            ValueError: the rows themselves are damaged, or the store is no file.
+            UserError: the rows themselves are damaged, or the store is no file.
         """
         if not self._file:
-            raise ValueError(f"{self.name}: recjax rebuilds only the indexes of files; use the database's own REINDEX")
+            raise UserError(self.name, "recjax rebuilds only the indexes of files", "use the database's own REINDEX")
         with self._trying("written"), self._writing.begin() as connection:
             connection.exec_driver_sql("reindex")
         self.check_indexes()
@@ -304,7 +303,7 @@ class Store:
         Args:
             numbers: numbers for a copy of another store, in ascending order; None: the next numbers.
         Raises:
-            ValueError: a value outside its column's limits, or an id that the store already has; the store stays
+            UserError: a value outside its column's limits, or an id that the store already has; the store stays
                 unchanged.
         """
         check_records(records, "record {}".format)
@@ -318,7 +317,7 @@ class Store:
             server: name of the server whose sessions have the turns.
             are_checked: True if `check_records` has accepted the records.
         Raises:
-            ValueError: see `append`; or a completion is gone, or has a reward of this grader.
+            UserError: see `append`; or a completion is gone, or has a reward of this grader.
         """
         with self._transaction() as (connection, last):
             before = last.completions
@@ -328,7 +327,7 @@ class Store:
                         check_records(records, "record {}".format)
                     last = self._append(connection, last, records)
                 if gone := sorted(set(rewards) - {*self.numbers("number", list(rewards), connection)}):
-                    raise Conflict(f"{self.name}: completion {gone[0]}, which gets a reward, was deleted")
+                    raise Conflict(self.name, f"completion {gone[0]}, which gets a reward, was deleted")
                 last = self._add_rewards(connection, last, rewards, grader)
                 for session, content in turns:
                     last = last._replace(turn=last.turn + 1, turns=last.turns + 1)
@@ -361,7 +360,7 @@ class Store:
         """The turns of a server's open sessions in order, each with its session's name.
 
         Raises:
-            ValueError: a turn is damaged or lost.
+            UserError: a turn is damaged or lost.
         """
         began = self.last()
         rows = self._select(sql.select(_SESSION_TURNS).order_by(_SESSION_TURNS.c.number))  # without an index
@@ -379,12 +378,12 @@ class Store:
         """Reads completions by their numbers, in the order of the numbers, with the rewards of a grader.
 
         Raises:
-            ValueError: a completion is gone or damaged.
+            UserError: a completion is gone or damaged.
         """
         numbers = list(map(int, numbers))
         rows = {row[0]: row for row in self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)}
         if gone := [number for number in numbers if number not in rows]:
-            raise Conflict(f"{self.contents.name}: completion {gone[0]} is gone; {RESTORE}")
+            raise Conflict(self.contents.name, f"completion {gone[0]} is gone", RESTORE)
         rewards = self.rewards(numbers, grader) if grader else {}
         return [self.contents._record(rows[number], rewards.get(number)) for number in numbers]
 
@@ -394,7 +393,7 @@ class Store:
         Args:
             firsts: numbers of the groups' first completions.
         Raises:
-            ValueError: a completion is damaged.
+            UserError: a completion is damaged.
         """
         wanted = _GROUPS.where(COMPLETIONS.c.number <= last.completion)
         rows = sorted(self.contents._select(wanted, _FIRST.c.number, firsts.tolist()), key=lambda row: row[0])
@@ -409,7 +408,7 @@ class Store:
         """The rewards of a grader, each with its comment, by number of the completion.
 
         Raises:
-            ValueError: a reward is damaged.
+            UserError: a reward is damaged.
         """
         wanted = sql.select(REWARDS).where(REWARDS.c.grader == grader)
         return {row.completion: self._grade(row) for row in self._select(wanted, REWARDS.c.completion, numbers)}
@@ -422,7 +421,7 @@ class Store:
         Args:
             others: True to read the rewards of other graders, too.
         Raises:
-            ValueError: a completion is damaged or lost.
+            UserError: a completion is damaged or lost.
         """
         began = self.last()
         seen = 0
@@ -470,7 +469,7 @@ class Store:
             of a row with its prompt, number of completions that are not plain, and that lack log-probs. And True if all
             completions have tokens of the vocabulary.
         Raises:
-            ValueError: the index and the rows differ, or a completion is lost.
+            UserError: the index and the rows differ, or a completion is lost.
         """
         index = COMPLETIONS.alias()
         row = COMPLETIONS.alias()
@@ -499,7 +498,7 @@ class Store:
             Columns of `REWARD_COLUMNS`: number of the first completion, number of completions with a row in `rewards`,
             and with a reward; lowest and highest reward, and 2^20 times their sum.
         Raises:
-            ValueError: a reward is damaged or lost.
+            UserError: a reward is damaged or lost.
         """
         began = self.last()
         index = COMPLETIONS.alias()
@@ -543,7 +542,7 @@ class Store:
                 try:
                     groups.append(np.array([tuple(row[:size]) for row in page], columns))
                 except (ValueError, OverflowError) as error:  # a text that should be a number
-                    raise ValueError(f"{self.name} is damaged: {error}; {RESTORE}") from error
+                    raise UserError(self.name, f"is damaged: {error}", RESTORE) from error
                 sums = sums + np.array([row[size:] for row in page]).sum(axis=0)
         table = np.concatenate(groups)
         return table[np.argsort(table["first"])], sums if len(table) else np.zeros(2, int)
@@ -581,7 +580,7 @@ class Store:
         """The numbers of the completions with an earlier time.
 
         Raises:
-            ValueError: one of the completions is damaged.
+            UserError: one of the completions is damaged.
         """
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
         numbers = [number for (number,) in self._select(wanted)]
@@ -598,7 +597,7 @@ class Store:
             values: values to look for, see `check_indexes`; None: all values.
             connection: connection of a transaction; None: a new one.
         Raises:
-            ValueError: an index is damaged.
+            UserError: an index is damaged.
         """
         if values is None:
             self.check_indexes()
@@ -634,7 +633,7 @@ class Store:
         Args:
             last: a result of `last`.
         Raises:
-            ValueError: a reward is damaged or lost.
+            UserError: a reward is damaged or lost.
         """
         wanted = sql.select(REWARDS).where(REWARDS.c.number > after, REWARDS.c.number <= last.reward)
         rows = self._select(wanted.order_by(REWARDS.c.number))
@@ -649,7 +648,7 @@ class Store:
         """Holds the write lock; the rows are durable once the block ends."""
         with self._trying("written"):
             if self.is_replaced():
-                raise Unavailable(f"{self.name} was replaced or deleted while it was open; start this process again")
+                raise Unavailable(self.name, "was replaced or deleted while it was open", "start this process again")
             with self._begun() as connection:
                 yield connection, _last(self._row(connection, lock=True))
             if self._file:
@@ -695,11 +694,12 @@ class Store:
 
     def _check_version(self, rows: Sequence[Any]) -> None:
         if len(rows) != 1:
-            raise ValueError(f"{self.name} is damaged: its table `store` has {len(rows)} rows, not one; {RESTORE}")
+            raise UserError(self.name, f"is damaged: its table `store` has {len(rows)} rows, not one", RESTORE)
         if rows[0].version != VERSION:
-            raise ValueError(
-                f"{self.name}: has store version {rows[0].version!r:.20}, and this recjax reads version {VERSION};"
-                " export it with the recjax that wrote it, and import it with python -m recjax.import_experience"
+            raise UserError(
+                self.name,
+                f"has store version {rows[0].version!r:.20}, and this recjax reads version {VERSION}",
+                "export it with the recjax that wrote it, and import it with python -m recjax.import_experience",
             )
 
     def _row(self, connection: sql.Connection, lock: bool = False) -> Any:
@@ -724,13 +724,13 @@ class Store:
         if connection.dialect.name == "postgresql":
             if long := [record for record in records if len(record.completion.id.encode()) > _LONGEST_ID]:
                 problem = f"has more than the {_LONGEST_ID} bytes that PostgreSQL can look up; give shorter ids"
-                raise ValueError(f"{self.name}: column id: {long[0].completion.id!r:.80}: {problem}")
+                raise UserError(self.name, f"column id: {long[0].completion.id!r:.80}: {problem}")
         try:
             self._insert(connection, COMPLETIONS, rows)
         except sql.exc.IntegrityError as error:
             known = self.numbers("id", [record.completion.id for record in records])
             problem = f"already has a row with id {min(known)!r}; give every row a new id" if known else str(error.orig)
-            raise Conflict(f"{self.name}: {problem}") from error
+            raise Conflict(self.name, problem) from error
         last = last._replace(completion=numbers[-1], completions=last.completions + len(records))
         graders: dict[str, dict[int, tuple[Grade, str | None]]] = {GIVEN: {}}
         for number, record in zip(numbers, records, strict=True):
@@ -765,9 +765,8 @@ class Store:
             try:
                 self._insert(connection, REWARDS, rows)
             except sql.exc.IntegrityError as error:
-                raise Conflict(
-                    f"{self.name}: a completion already has a reward of {grader!r}; rewards cannot change"
-                ) from error
+                problem = f"a completion already has a reward of {grader!r}; rewards cannot change"
+                raise Conflict(self.name, problem) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
 
     def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[tuple]) -> None:
@@ -808,18 +807,18 @@ class Store:
 
     def _verify(self, row: Any, name: str) -> None:
         if _checksum(row[:-1]) != row[-1]:
-            raise ValueError(f"{self.name} is damaged: {name.format(row)} does not match its checksum; {RESTORE}")
+            raise UserError(self.name, f"is damaged: {name.format(row)} does not match its checksum", RESTORE)
 
-    def _damaged_index(self, problem: str) -> ValueError:
+    def _damaged_index(self, problem: str) -> UserError:
         remedy = f"run python -m recjax.inspect_experience {self.name} --rebuild, which makes the indexes again"
         if not self._file:
             remedy = "run the database's REINDEX"
-        return ValueError(f"{self.name} is damaged: {problem}; {remedy}, or {RESTORE}")
+        return UserError(self.name, f"is damaged: {problem}", f"{remedy}, or {RESTORE}")
 
     def _check_count(self, began: Last, seen: int, expected: int, what: str) -> None:
         """Raises an error if rows are lost, unless a writer has changed the store during the read."""
         if seen != expected and self.last() == began:
-            raise ValueError(f"{self.name} is damaged: it has {seen} of {expected} {what}; {RESTORE}")
+            raise UserError(self.name, f"is damaged: it has {seen} of {expected} {what}", RESTORE)
 
     @contextlib.contextmanager
     def _trying(self, verb: str) -> Iterator[None]:
@@ -830,9 +829,9 @@ class Store:
             if not isinstance(error, sql.exc.SQLAlchemyError):
                 if verb == "written":
                     raise
-                raise ValueError(f"{self.name} is damaged: {error}; {RESTORE}") from error
-            kind = Unavailable if is_unavailable(error) else ValueError
-            raise kind(f"{self.name} cannot be {verb}: {explained(error, self.name)}") from error
+                raise UserError(self.name, f"is damaged: {error}", RESTORE) from error
+            kind = Unavailable if is_unavailable(error) else UserError
+            raise kind(self.name, f"cannot be {verb}: {explained(error, self.name)}") from error
 
     def _check_lasts(self) -> None:
         """Compares a small file next to SQLite's, with the numbers of the last rows, with the rows that are there.
@@ -844,16 +843,19 @@ class Store:
             return
         path = lasts_of(self._file)
         try:
-            identity, *numbers = path.read_text(encoding="ascii").split()
-            last = self.last()  # read after the file: a writer first writes rows, then the file
-            lost = [max(int(number) - known, 0) for number, known in zip(numbers, last[:3], strict=True)]
+            identity, *texts = path.read_text(encoding="ascii").split()
+            completions, rewards, turns = map(int, texts)
         except (OSError, ValueError):
             return
+        last = self.last()  # read after the file: a writer first writes rows, then the file
+        numbers = (completions, rewards, turns)
+        lost = [max(number - known, 0) for number, known in zip(numbers, last[:3], strict=True)]
         if identity == self.id and any(lost):
             gone = f"{lost[0]} completions, {lost[1]} rewards and {lost[2]} turns"
-            raise ValueError(
-                f"{self.name}: the last {gone} are gone, perhaps with the file {self._file}-wal; restore the files from"
-                f" a backup, or delete {path} to accept the loss"
+            raise UserError(
+                self.name,
+                f"the last {gone} are gone, perhaps with the file {self._file}-wal",
+                f"restore the files from a backup, or delete {path} to accept the loss",
             )
 
 

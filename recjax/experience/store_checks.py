@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from recjax.errors import UserError
 from recjax.experience.group import Completion, Group, Row, Turn
 from recjax.tasks.grading.reward import MOST_REWARD
 
@@ -23,14 +24,14 @@ def check_records(records: Sequence[Any], place: Callable[[int], str]) -> None:
         ValueError: the first bad record, with column, value and reason; or the store has no records.
     """
     if not records:
-        raise ValueError("there are no rows to append; give at least one")
+        raise UserError("", "there are no rows to append; give at least one")
     if _are_plainly_valid(records):
         return
     ids = set()
     for index, record in enumerate(records):
         for column, value, is_valid, rule in _rules(record, ids):
             if not is_valid:
-                raise ValueError(f"{place(index)}: column {column}: {value!r:.80}: {rule}")
+                raise UserError("", f"{place(index)}: column {column}: {value!r:.80}: {rule}")
         ids.add(record.completion.id)
 
 

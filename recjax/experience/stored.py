@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recjax.config import Config, TaskConfig
+from recjax.errors import UserError
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import signed_hash
@@ -35,7 +36,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     With `experience.regrade`, loads all groups, with reward 0 for every completion until `with_rewards` sets rewards.
 
     Raises:
-        ValueError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
+        UserError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
     """
     mix = config.experience.mix
     rollout = config.rollout
@@ -57,14 +58,17 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         waiting = everything.chosen(pending > 0)
         whole = everything.chosen(pending == 0)
         if not len(whole):
-            raise ValueError(
-                f"all {len(everything)} groups wait for rewards; add rewards with python -m recjax.feedback"
+            raise UserError(
+                problem=f"all {len(everything)} groups wait for rewards",
+                remedy="add rewards with python -m recjax.feedback",
             )
         if len(whole) < config.stored_groups:
-            raise ValueError(
-                f"{len(whole)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
-                f" {config.stored_groups} that each batch takes from the store; add groups, or lower"
-                f" rollout.prompts_per_step = {rollout.prompts_per_step}"
+            raise UserError(
+                problem=(
+                    f"{len(whole)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
+                    f" {config.stored_groups} that each batch takes from the store"
+                ),
+                remedy=f"add groups, or lower rollout.prompts_per_step = {rollout.prompts_per_step}",
             )
         whole = whole.changed(of_this_run)
         columns = whole.table[whole.places]
@@ -74,9 +78,10 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         if columns["trajectories"].any():
             shape = Shape(shape.rows, None, row - 1, row - 1)
             if problem := config.algorithm.problem_with_trajectories():
-                raise ValueError(f"has trajectories, and algorithm.preset = {config.algorithm.preset!r} {problem}")
-    except ValueError as error:
-        raise ValueError(f"{key} = {store!r}: {error}") from error
+                preset = config.algorithm.preset
+                raise UserError(problem=f"has trajectories, and algorithm.preset = {preset!r} {problem}")
+    except UserError as error:
+        raise UserError(key, str(error), value=store) from error
     algorithm = config.algorithm.build()
     check_logprobs(whole, algorithm, rollout.sampling(), config.experience.missing_logprobs)
     if algorithm.score_centering and not mix:
@@ -88,10 +93,12 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         _warn_of_little_to_compare(store, whole, config)
         lacking = whole.store.rewards_without_parts() if algorithm.reads("reward_parts") else 0
         if lacking:
-            raise ValueError(
-                f"{key} = {store!r}: {lacking} completions have a reward without reward_parts, from which"
-                f" algorithm.preset = {config.algorithm.preset!r}, which reads only parts, would learn nothing; give"
-                " them parts, set experience.regrade, or use another algorithm.advantage"
+            raise UserError(
+                key,
+                f"{lacking} completions have a reward without reward_parts, from which algorithm.preset ="
+                f" {config.algorithm.preset!r}, which reads only parts, would learn nothing",
+                "give them parts, set experience.regrade, or use another algorithm.advantage",
+                value=store,
             )
     if any(skipped.values()):
         counts = ", ".join(f"{count} {name}" for name, count in skipped.items())
@@ -103,16 +110,18 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
     """Replaces the rewards by those of a grader, and removes completions without a reward.
 
     Raises:
-        ValueError: too few groups have a reward.
+        UserError: too few groups have a reward.
     """
     store = config.experience.store or config.experience.mix.store
     groups = stored.groups.graded(grader)
     if without := int(stored.groups.sizes.sum() - groups.sizes.sum()):
         logger.warning("%s: skipped %d completions, to which the reward function gave no reward", store, without)
     if len(groups) < config.stored_groups:
-        raise ValueError(
-            f"experience.regrade: the reward function gave rewards to {len(groups)} groups of {store!r}, fewer than the"
-            f" {config.stored_groups} that each batch takes from the store; correct the reward function"
+        raise UserError(
+            "experience.regrade",
+            f"the reward function gave rewards to {len(groups)} groups of {store!r}, fewer than the"
+            f" {config.stored_groups} that each batch takes from the store",
+            "correct the reward function",
         )
     _warn_of_little_to_compare(store, groups, config)
     return stored._replace(groups=groups, digest=_digest(groups))
@@ -180,16 +189,19 @@ def check_prompts(groups: StoredGroups, of_problems: bool, store: str, prompts: 
     """Logs the number of training prompts with stored completions, which join the groups of their prompts.
 
     Raises:
-        ValueError: no training prompt has stored completions.
+        UserError: no training prompt has stored completions.
     """
     of_task = [
         signed_hash(content_of(Group("", tokens[mask], (), problem.prompt, problem.answer), of_problems))
         for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
     ]
     if not (shared := int(np.isin(of_task, groups.contents(of_problems)).sum())):
-        raise ValueError(
-            f"experience.mix.store = {store!r}: has no completions of the task's {len(of_task)} training prompts, and"
-            " only rows with the same prompt tokens join a group; add completions, or set experience.mix.of to batch"
+        raise UserError(
+            "experience.mix.store",
+            f"has no completions of the task's {len(of_task)} training prompts, and only rows with the same prompt"
+            " tokens join a group",
+            "add completions, or set experience.mix.of to batch",
+            value=store,
         )
     logger.info("%s: has completions of %d of %d training prompts", store, shared, len(of_task))
 

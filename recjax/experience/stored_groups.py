@@ -16,6 +16,7 @@ import transformers
 from recjax import __version__, hosts
 from recjax.cache import cache_folder
 from recjax.console import progress_bar
+from recjax.errors import UserError
 from recjax.experience.database import RESTORE
 from recjax.experience.group import Completion, Grade, Group
 from recjax.experience.records import groups_of, signed_hash
@@ -102,9 +103,7 @@ class StoredGroups(Sequence[Group]):
         """The columns of a grader's rewards for all groups of the table, see `Store.group_rewards`."""
         rewards = self.store.group_rewards(self.last, grader)
         if not np.array_equal(rewards["first"], self.table["first"]):
-            raise ValueError(
-                f"{self.store.name}: completions were deleted while it was read; run the same command again"
-            )
+            raise UserError(self.store.name, "completions were deleted while it was read", "run the same command again")
         return rewards
 
     # --- Properties of the unchanged groups, available without reading groups.
@@ -131,14 +130,15 @@ class StoredGroups(Sequence[Group]):
         for place, of_group in zip(places.tolist(), members, strict=True):
             if len(of_group) != self.table["size"][place]:
                 first = self.table["first"][place]
-                raise ValueError(
-                    f"{self.store.contents.name}: completions of the group of number {first} are gone; {RESTORE}"
+                raise UserError(
+                    self.store.contents.name, f"completions of the group of number {first} are gone", RESTORE
                 )
             rewarded = [record for record in of_group if (record.completion.grade or Grade(None)).reward is not None]
             if self.rewards is not None and len(rewarded) < self.rewards["rewarded"][place]:
-                raise ValueError(
-                    f"{self.store.name} is damaged: a completion of group {of_group[0].group.id!r} has lost its reward;"
-                    f" {RESTORE}"
+                raise UserError(
+                    self.store.name,
+                    f"is damaged: a completion of group {of_group[0].group.id!r} has lost its reward",
+                    RESTORE,
                 )
             (group,) = groups_of(rewarded if self.are_graded else of_group)
             if self.rewards is None:
@@ -185,14 +185,14 @@ def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
     """All groups of a store with tokens of the policy's vocabulary, including pending completions.
 
     Raises:
-        ValueError: a store that cannot be read or tokenized, a cache that cannot be written, or a group with two
+        UserError: a store that cannot be read or tokenized, a cache that cannot be written, or a group with two
             prompts.
     """
     store = Store(place)
     name = tokenizer_name(policy.tokenizer)
     last = store.last()
     if not last.completions:
-        raise ValueError(f"{store.name} has no completions; add some with python -m recjax.import_experience")
+        raise UserError(store.name, "has no completions", "add some with python -m recjax.import_experience")
     table, has_tokens = store.groups(last, name, policy.vocabulary)
     if not has_tokens:
         store.contents = _with_tokens(store, policy, last)
@@ -224,7 +224,7 @@ def _with_tokens(store: Store, policy: Policy, last: Last) -> Store:
     with locked_file(Path(f"{path}.lock")):
         try:
             return _tokenize_into(Store(path, create=True), store, policy, last)
-        except ValueError as error:
+        except UserError as error:
             if "is damaged" not in str(error) or str(path) not in str(error):
                 raise
             logger.warning("the cached copy of a store: %s; recjax makes it again", error)
@@ -239,7 +239,7 @@ def _tokenize_into(copy: Store, store: Store, policy: Policy, last: Last) -> Sto
     done = copy.last().completion
     end = last.completion
     if done > end or (done and copy.read([done], None)[0].completion.id != store.read([done], None)[0].completion.id):
-        raise ValueError(f"{copy.name} is damaged: the store has gone back to an earlier state since the copy was made")
+        raise UserError(copy.name, "is damaged: the store has gone back to an earlier state since the copy was made")
     untokenized = store.records(done, end, grader=None)
     shown = hosts.is_first() and end - done > SMALL
     with progress_bar("tokenizing", end - done, unit="row", shown=shown) as bar:

@@ -9,6 +9,7 @@ import numpy as np
 from recjax.algorithms.options import user_function
 from recjax.config import Config
 from recjax.config.tasks import LESSONS
+from recjax.errors import UserError
 from recjax.experience.batch import Batch, row_places, with_teacher_prompts
 from recjax.experience.group import Completion, Group
 from recjax.experience.replay import Judge
@@ -30,7 +31,7 @@ class TeacherPrompts:
         """Takes the problems that the run trains on, and makes the teacher's prompt of each.
 
         Raises:
-            ValueError: the feedback function cannot be imported; or a prompt cannot be encoded, or is too long.
+            UserError: the feedback function cannot be imported; or a prompt cannot be encoded, or is too long.
         """
         task = config.task
         self._template = task.teacher_template
@@ -52,10 +53,11 @@ class TeacherPrompts:
         if max(lengths, default=0) > self._room:
             longest = int(np.argmax(lengths))
             with_better = f", {spare} of them for {{better}}" if spare else ""
-            raise ValueError(
-                f"task.teacher_tokens = {self._room}: the teacher's prompt {shortest[longest].prompt!r:.200} needs"
-                f" {lengths[longest]} tokens{with_better}; raise it to {lengths[longest]} or more, or shorten"
-                " task.teacher_template"
+            raise UserError(
+                "task.teacher_tokens",
+                f"the teacher's prompt {shortest[longest].prompt!r:.200} needs {lengths[longest]} tokens{with_better}",
+                f"raise it to {lengths[longest]} or more, or shorten task.teacher_template",
+                value=self._room,
             )
 
     def __call__(self, batch: Batch, groups: Sequence[Group]) -> Batch:
@@ -100,9 +102,11 @@ class TeacherPrompts:
             if values[name] is None:
                 return None
             if not isinstance(values[name], str):
-                raise ValueError(
-                    f"row {completion.id!r}: {{{name}}} = {values[name]!r:.80}: task.teacher_template takes texts;"
-                    " return a text or None"
+                raise UserError(
+                    f"row {completion.id!r}: {{{name}}}",
+                    "task.teacher_template takes texts",
+                    "return a text or None",
+                    value=values[name],
                 )
         return self._problem(group.prompt, group.answer, values)
 
@@ -121,5 +125,5 @@ class TeacherPrompts:
         """Token ids of prompts."""
         try:
             return [ids for _, ids in rendered(problems, 0, self._policy.tokenizer, self._policy.vocabulary)]
-        except ValueError as error:
-            raise ValueError(f"task.teacher_template: {error}") from error
+        except UserError as error:
+            raise error.within("task.teacher_template") from error

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recjax.errors import UserError
 from recjax.experience.group import Row
 from recjax.experience.records import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import render_chats, turn_end
@@ -39,7 +40,7 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
     policy's first stop token. The mask is True at all new completion tokens.
 
     Raises:
-        ValueError: tokens of another vocabulary, a prompt that was not recorded, text that the tokenizer does not know,
+        UserError: tokens of another vocabulary, a prompt that was not recorded, text that the tokenizer does not know,
             a token without an embedding in the model, or a completion without tokens; the message names the row. Or a
             chat that the tokenizer's template rejects.
     """
@@ -51,7 +52,7 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
         # The whitespace that the chat template writes between a rendered prompt and the reply, as in Llama 2.
         opening = [{"role": "user", "content": "hello"}]
         reply = {"role": "assistant", "content": "recjax-reply"}
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(UserError):
             prompt, chat = render_chats(policy.tokenizer, [opening, [*opening, reply, *opening]])
             space, text_of_reply, _ = chat.removeprefix(prompt).partition(reply["content"])
             begin = space if text_of_reply and chat.startswith(prompt) and not space.strip() else ""
@@ -66,25 +67,27 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
         completion = record.completion
         row_name = f"row {completion.id!r} of source {completion.source!r}"
         if record.tokenizer not in (None, name):
-            raise ValueError(
-                f"{row_name} has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name}); train"
-                " the model with that vocabulary, or import the texts without tokens"
+            raise UserError(
+                row_name,
+                f"has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name})",
+                "train the model with that vocabulary, or import the texts without tokens",
             )
         rows = completion.rows
         prompt_tokens = group.prompt_tokens
         if _lacks_prompt(record):
             if group.prompt == PROMPT_LEFT_OUT:
-                raise ValueError(
-                    f"{row_name}: its prompt was not recorded, so it cannot be trained on; remove the row, and record"
-                    " prompts"
+                raise UserError(
+                    row_name,
+                    "its prompt was not recorded, so it cannot be trained on",
+                    "remove the row, and record prompts",
                 )
             check_last_message(group.prompt, row_name)
             text = rendered[_chat_of(record)] if _is_chat(record) else group.prompt
             if (text, _is_chat(record)) not in prompts:
                 try:
                     (ids,) = encode_prompts(policy.tokenizer, [text], rendered=_is_chat(record))
-                except ValueError as error:
-                    raise ValueError(f"{row_name}: {error}") from error
+                except UserError as error:
+                    raise error.within(row_name) from error
                 prompts[text, _is_chat(record)] = np.array(ids, np.int32)
             prompt_tokens = prompts[text, _is_chat(record)]
             rows = tuple(row._replace(prompt_tokens=prompt_tokens) for row in rows)
@@ -127,13 +130,14 @@ def _completion_tokens(record: Record, prompt: np.ndarray, policy: Policy, text:
     row_name = f"row {completion.id!r} of source {completion.source!r}"
     try:
         tokens = encode_after(policy.tokenizer, prompt, text)
-    except ValueError as error:
-        raise ValueError(
-            f"{row_name}: completion {completion.text!r:.80} has text outside the policy's vocabulary;"
-            " remove the row, or train a model with a larger vocabulary"
+    except UserError as error:
+        raise UserError(
+            row_name,
+            f"completion {completion.text!r:.80} has text outside the policy's vocabulary",
+            "remove the row, or train a model with a larger vocabulary",
         ) from error
     end = turn_end(policy.tokenizer) if _is_chat(record) else None
     tokens = [*tokens, *([] if completion.truncated else policy.stop_ids[:1] if end is None else [end])]
     if not tokens:
-        raise ValueError(f"{row_name}: the completion was cut off before its first token")
+        raise UserError(row_name, "the completion was cut off before its first token")
     return np.array(tokens, np.int32)

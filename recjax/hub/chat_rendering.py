@@ -14,6 +14,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from recjax.errors import UserError
 from recjax.workers import CallFailed, Workers
 
 SECONDS = 30.0  # time limit of a call, which gets a hundredth of a second more for each chat
@@ -46,11 +47,14 @@ def render_chats(
         variables: template variables for each chat, `tools` included; they override `set_template_kwargs`.
         asks: flag; if False, the text ends with the last message.
     Raises:
-        ValueError: the tokenizer has no template, or the template does not read a variable, refuses messages or exceeds
+        UserError: the tokenizer has no template, or the template does not read a variable, refuses messages or exceeds
             a limit.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; use an instruct model's, or give prompts as plain text")
+        raise UserError(
+            problem="the tokenizer has no chat template",
+            remedy="use an instruct model's, or give prompts as plain text",
+        )
     names = {name for chat_variables in variables or [] for name in chat_variables}
     check_variables(tokenizer, sorted(names), "chat_template_kwargs")
     common = tokenizer.special_tokens_map | tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
@@ -67,14 +71,14 @@ def render_chats(
         texts = _workers().call(_rendered, tokenizer.chat_template, requests, date, seconds=limit).result()
     except CallFailed as error:
         if error.reason == "timeout":
-            raise ValueError(f"{name} has not rendered {len(chats)} chats in {limit:.0f} s; {remedy}") from None
-        raise ValueError(f"{name} failed: it took all of its memory, or died; {remedy}") from None
+            raise UserError(name, f"has not rendered {len(chats)} chats in {limit:.0f} s", remedy) from None
+        raise UserError(problem=f"{name} failed: it took all of its memory, or died", remedy=remedy) from None
     except RecursionError:
-        raise ValueError(
-            f"{name} gets messages, tools or variables that are nested too deep; give flatter ones"
+        raise UserError(
+            name, "gets messages, tools or variables that are nested too deep", "give flatter ones"
         ) from None
     if isinstance(texts, str):
-        raise ValueError(f"{name} {texts}")
+        raise UserError(problem=f"{name} {texts}")
     return texts
 
 
@@ -106,7 +110,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _REPLY}]
     try:
         (text,) = render_chats(tokenizer, [chat], asks=False)
-    except ValueError:
+    except UserError:
         return None
     _, reply, behind = text.rpartition(_REPLY)
     ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False) if reply else []
@@ -118,7 +122,7 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, variables: Mapping[s
     """Sets template variables for all chats of this tokenizer.
 
     Raises:
-        ValueError: the template does not read one of the variables.
+        UserError: the template does not read one of the variables.
     """
     check_variables(tokenizer, variables, "model.chat_template_kwargs")
     if variables:
@@ -132,13 +136,14 @@ def check_variables(tokenizer: PreTrainedTokenizerBase, variables: Iterable[str]
         variables: names.
         location: key or argument of the variables, for the error message.
     Raises:
-        ValueError: with the variable and the remedy.
+        UserError: with the variable and the remedy.
     """
     for name in variables:
         if name != "tools" and not reads_variable(tokenizer, name):
-            raise ValueError(
-                f"{location}.{name}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not read"
-                " it; correct the name, or remove it"
+            raise UserError(
+                f"{location}.{name}",
+                f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not read it",
+                "correct the name, or remove it",
             )
 
 

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from recjax.console import progress_bar
+from recjax.errors import UserError
 from recjax.files import whole_folder
 from recjax.hub.families import CONTAINERS, FIELDS, SILU, TEXT_MODULES, text_fields
 from recjax.hub.tokenizers import checked_links, listed_eos
@@ -39,11 +40,11 @@ def check_output(output: str | Path) -> None:
     """Refuses an output folder that is not empty.
 
     Raises:
-        ValueError: the folder is not empty, or is a file.
+        UserError: the folder is not empty, or is a file.
     """
     output = Path(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {str(output)!r} is not empty; name a new folder, or empty it")
+        raise UserError("--output", "is not empty", "name a new folder, or empty it", value=str(output))
 
 
 def export_model(
@@ -70,13 +71,13 @@ def export_model(
         stop_ids: token ids that end the policy's completions. eos_token_id lists the ids that the base's files lack, in
             generation_config.json or, if the base has none, in config.json, as transformers reads them.
     Raises:
-        ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values; or a file of the base
+        UserError: the folder is not empty, the dtype is unknown, or it cannot hold the values; or a file of the base
             is a link out of its folder.
     """
     check_output(output)
     checked_links(base)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
+        raise UserError(f"dtype {dtype!r}", "is not supported", f"use {', '.join(DTYPES)}")
     with whole_folder(Path(output)) as partial:
         for file in {file for pattern in COMPANION_FILES for file in base.glob(pattern)}:
             if file.is_file() and file.name != "config.json":
@@ -121,7 +122,7 @@ def write_base(
     Args:
         max_positions: number of tokens for `max_position_embeddings`; serving programs need it, recjax ignores it.
     Raises:
-        ValueError: the decoder has a feature that Llama's config.json cannot express.
+        UserError: the decoder has a feature that Llama's config.json cannot express.
     """
     options = dataclasses.asdict(config)
     fields = {
@@ -144,7 +145,7 @@ def write_base(
     text = settings.read_text(encoding="utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
     settings.write_text(text, encoding="utf-8")
     if read_config(folder) != config:
-        raise ValueError(f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
+        raise UserError(problem=f"{config} is no plain Llama decoder: Llama's config.json cannot describe it")
 
 
 def write_adapters(
@@ -170,9 +171,11 @@ def write_adapters(
     rows = fused_rows(plain)
     adapts_experts = config.experts is not None and not {"gate", "up", "down"}.isdisjoint(config.lora.targets)
     if adapts_experts and (config.experts.dense or config.experts.shared_size):
-        raise ValueError(
-            f"model.lora.targets = {list(config.lora.targets)}: PEFT reads no adapters of experts (gate, up, down) in"
-            " models with layers without experts or with an MLP next to them; export the merged model instead"
+        raise UserError(
+            f"model.lora.targets = {list(config.lora.targets)}",
+            "PEFT reads no adapters of experts (gate, up, down) in models with layers without experts or with an"
+            " MLP next to them",
+            "export the merged model instead",
         )
     if adapts_experts:
         targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
@@ -259,8 +262,8 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
                     for rows, array in zip(places[name], arrays, strict=True):
                         shard[name][rows] = array
                 if not np.isfinite(shard[name]).all():
-                    raise ValueError(
-                        f"tensor {name!r} has values that {dtype} cannot hold; export as bfloat16 or float32"
+                    raise UserError(
+                        f"tensor {name!r}", f"has values that {dtype} cannot hold", "export as bfloat16 or float32"
                     )
                 bar.update()
             write_tensors(folder / file, shard)

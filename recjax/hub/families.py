@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from recjax.errors import UserError
 from recjax.models.decoder_config import DecoderConfig, DeltaNet, ExpertOptions
 from recjax.models.rotary import RopeScaling
 
@@ -248,23 +249,25 @@ def check_fields(written: dict) -> None:
     Args:
         written: fields of config.json, without defaults.
     Raises:
-        ValueError: the model_type, a value or a field is not supported; the message names it.
+        UserError: the model_type, a value or a field is not supported; the message names it.
     """
     kind = written.get("model_type")
     if kind not in FAMILIES:
         known = ", ".join([*FAMILIES, *CONTAINERS])
         lacks = f": the decoder lacks {MISSING[kind]}" if kind in MISSING else ""
-        raise ValueError(f"model_type {kind!r} is not supported{lacks}; use a model of type {known}")
+        raise UserError(f"model_type {kind!r}", f"is not supported{lacks}", f"use a model of type {known}")
     family = FAMILIES[kind]
     fixed = {name: value for name, value in (COMMON_FIXED | family.fixed).items() if name not in family.read}
     for name, value in fixed.items():
         if written.get(name) not in (None, value):
-            raise ValueError(f"{name} = {written[name]!r} is not supported, only {value!r}; use another model")
+            raise UserError(f"{name}", f"is not supported, only {value!r}", "use another model", value=written[name])
     unknown = sorted(written.keys() - {*COMMON_FIELDS, *family.read, *fixed} - IGNORED_FIELDS)
     if unknown:
-        raise ValueError(
-            f"{unknown[0]} = {written[unknown[0]]!r} is not a known field of {kind!r} models and may change what they "
-            f"compute; remove it from the file if it does not (all unknown: {', '.join(unknown)})"
+        raise UserError(
+            f"{unknown[0]}",
+            f"is not a known field of {kind!r} models and may change what they compute",
+            f"remove it from the file if it does not (all unknown: {', '.join(unknown)})",
+            value=written[unknown[0]],
         )
 
 
@@ -274,7 +277,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
     Args:
         fields: config.json as transformers reads it, with defaults; the file must have passed `check_fields`.
     Raises:
-        ValueError: the decoder does not support a layer or rotary setting; the message names it.
+        UserError: the decoder does not support a layer or rotary setting; the message names it.
     """
     if "moe_intermediate_size" in fields:  # which may be the only width
         fields = {"intermediate_size": fields["moe_intermediate_size"]} | fields
@@ -287,10 +290,10 @@ def decoder_config(fields: dict) -> DecoderConfig:
         global_rope = rope["full_attention"]
         local_rope = rope["sliding_attention"]
         if global_rope.get("truncate", True) is not True:  # transformers does not read it here
-            raise ValueError(f"rope_parameters.full_attention.truncate = {global_rope['truncate']!r}: takes only true")
+            raise UserError("rope_parameters.full_attention.truncate", "takes only true", value=global_rope["truncate"])
         if _rope_scaling(local_rope, fields) is not None:
-            raise ValueError(
-                f"rope_parameters.sliding_attention = {local_rope!r}: only rope_type 'default' is supported there"
+            raise UserError(
+                "rope_parameters.sliding_attention", "only rope_type 'default' is supported there", value=local_rope
             )
         options["local_rope_theta"] = float(local_rope["rope_theta"])
     if "no_rope_layers" in fields:
@@ -298,7 +301,9 @@ def decoder_config(fields: dict) -> DecoderConfig:
         rotated = fields["no_rope_layers"]
         count = fields["num_hidden_layers"]
         if len(rotated) < count:
-            raise ValueError(f"no_rope_layers has {len(rotated)} entries for {count} layers; correct config.json")
+            raise UserError(
+                problem=f"no_rope_layers has {len(rotated)} entries for {count} layers", remedy="correct config.json"
+            )
         options["rope_layers"] = () if all(rotated[:count]) else tuple(map(bool, rotated[:count]))
     if "query_pre_attn_scalar" in fields:  # of Gemma
         options["attention_scale"] = fields["query_pre_attn_scalar"] ** -0.5
@@ -316,7 +321,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
     for settings in rope.values() if "full_attention" in rope else [rope]:
         rotated = settings.get("partial_rotary_factor") or 1.0
         if rotated != 1.0 and "partial_rotary_factor" not in FAMILIES[fields["model_type"]].read:
-            raise ValueError(f"partial_rotary_factor = {rotated} is not supported, only 1.0")
+            raise UserError("partial_rotary_factor", "is not supported, only 1.0", value=rotated)
         options["rotary_dim"] = None if rotated == 1.0 else int(head_dim * rotated)
     return DecoderConfig(
         head_dim=head_dim,
@@ -343,7 +348,7 @@ def _check_numbers(fields: dict) -> None:
     numbers = {name: fields.get(name) for name in (*_COUNTS, *_AMOUNTS)}
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters = {rope!r:.80}: takes settings by name; correct config.json")
+        raise UserError("rope_parameters", "takes settings by name", "correct config.json", value=rope)
     _check_layer_types(rope, fields["model_type"])
     for name, settings in (rope if "full_attention" in rope else {"rope_parameters": rope}).items():
         numbers |= {
@@ -355,13 +360,15 @@ def _check_numbers(fields: dict) -> None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{name} = {value!r:.80}: takes a finite number above 0; correct config.json")
+            raise UserError(name, "takes a finite number above 0", "correct config.json", value=value)
         if name in _COUNTS and not (isinstance(value, int) and value < _LARGEST):
-            raise ValueError(f"{name} = {value!r:.80}: takes a whole number below {_LARGEST}; correct config.json")
+            raise UserError(name, f"takes a whole number below {_LARGEST}", "correct config.json", value=value)
     heads = fields["num_attention_heads"]
     groups = fields["num_key_value_heads"] or fields["num_attention_heads"]
     if heads % groups:
-        raise ValueError(f"num_key_value_heads = {groups} does not divide num_attention_heads = {heads}; correct it")
+        raise UserError(
+            "num_key_value_heads", f"does not divide num_attention_heads = {heads}", "correct it", value=groups
+        )
 
 
 def _check_layer_types(rope: dict, kind: str) -> None:
@@ -369,16 +376,18 @@ def _check_layer_types(rope: dict, kind: str) -> None:
     if kind not in BY_LAYER:
         layer_types = [name for name in LAYER_TYPES if name in rope]
         if layer_types:
-            raise ValueError(
-                f"rope_parameters.{layer_types[0]}: models of type {kind!r} have no settings by layer type"
+            raise UserError(
+                f"rope_parameters.{layer_types[0]}", f"models of type {kind!r} have no settings by layer type"
             )
         return
     others = sorted(rope.keys() - set(LAYER_TYPES))
     wrong = others + [name for name in LAYER_TYPES if not isinstance(rope.get(name), dict)]
     if wrong:
-        raise ValueError(
-            f"rope_parameters.{wrong[0]} = {rope.get(wrong[0])!r:.80}: models of type {kind!r} take settings by layer"
-            f" type, {' and '.join(LAYER_TYPES)}; correct config.json"
+        raise UserError(
+            f"rope_parameters.{wrong[0]}",
+            f"models of type {kind!r} take settings by layer type, {' and '.join(LAYER_TYPES)}",
+            "correct config.json",
+            value=rope.get(wrong[0]),
         )
 
 
@@ -387,14 +396,18 @@ def _delta(fields: dict) -> DeltaNet | None:
     layers = tuple(kind == "linear_attention" for kind in fields["layer_types"])
     sizes = {size: fields[name] for size, name in DELTA_SIZES.items()}
     if len(layers) != fields["num_hidden_layers"] or all(layers):
-        raise ValueError(
-            f"layer_types has {len(layers)} entries, {sum(layers)} of them linear_attention: it takes one for each of"
-            f" num_hidden_layers = {fields['num_hidden_layers']} layers, and at least one full_attention"
+        raise UserError(
+            problem=(
+                f"layer_types has {len(layers)} entries, {sum(layers)} of them linear_attention: it takes one for each"
+                f" of num_hidden_layers = {fields['num_hidden_layers']} layers, and at least one full_attention"
+            )
         )
     if sizes["value_heads"] % sizes["key_heads"]:
-        raise ValueError(
-            f"linear_num_value_heads = {sizes['value_heads']}: takes a multiple of linear_num_key_heads ="
-            f" {sizes['key_heads']}; correct config.json"
+        raise UserError(
+            "linear_num_value_heads",
+            f"takes a multiple of linear_num_key_heads = {sizes['key_heads']}",
+            "correct config.json",
+            value=sizes["value_heads"],
         )
     return DeltaNet(layers, **sizes, fused=fields["model_type"] == "qwen3_next") if any(layers) else None
 
@@ -405,9 +418,10 @@ def _experts(fields: dict) -> dict[str, object]:
     per_token = fields["num_experts_per_tok"]
     is_mixtral = fields["model_type"] == "mixtral"
     if not per_token <= count <= 2**15:
-        raise ValueError(
-            f"num_experts_per_tok = {per_token} of {count} experts: takes at most all, and {2**15} experts; correct"
-            " config.json"
+        raise UserError(
+            f"num_experts_per_tok = {per_token} of {count} experts",
+            f"takes at most all, and {2**15} experts",
+            "correct config.json",
         )
     module = "block_sparse_moe" if is_mixtral else "mlp"
     layers = range(fields["num_hidden_layers"])
@@ -415,7 +429,7 @@ def _experts(fields: dict) -> dict[str, object]:
     step = fields.get("decoder_sparse_step") or 1
     dense = tuple(layer in only or (layer + 1) % step > 0 for layer in layers)
     if all(dense):
-        raise ValueError(f"mlp_only_layers = {only!r:.80}, decoder_sparse_step = {step}: no layer has experts")
+        raise UserError(f"mlp_only_layers = {only!r:.80}, decoder_sparse_step = {step}", "no layer has experts")
     experts = ExpertOptions(
         count,
         per_token,
@@ -437,13 +451,16 @@ def _windows(fields: dict) -> tuple[int | None, ...]:
     for layer, kind in enumerate(kinds):
         supported = "linear" if "linear_num_key_heads" in fields else "sliding"
         if kind not in ("full_attention", f"{supported}_attention"):
-            raise ValueError(
-                f"layer_types[{layer}] = {kind!r} is not supported; only full and {supported} attention are"
+            raise UserError(
+                f"layer_types[{layer}]", "is not supported", f"only full and {supported} attention are", value=kind
             )
         if kind == "sliding_attention" and not size:
-            raise ValueError(
-                f"layer_types[{layer}] = {kind!r}, but sliding_window = {fields.get('sliding_window')!r} and "
-                f"use_sliding_window = {fields.get('use_sliding_window', True)!r}; correct config.json"
+            raise UserError(
+                problem=(
+                    f"layer_types[{layer}] = {kind!r}, but sliding_window = {fields.get('sliding_window')!r} and"
+                    f" use_sliding_window = {fields.get('use_sliding_window', True)!r}"
+                ),
+                remedy="correct config.json",
             )
     windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()
@@ -452,12 +469,14 @@ def _windows(fields: dict) -> tuple[int | None, ...]:
 def _rope_scaling(rope: dict, fields: dict) -> RopeScaling | None:
     kind = rope.get("rope_type")
     if kind not in SCALINGS:
-        raise ValueError(f"rope_type {kind!r} is not supported; use a model with {', '.join(SCALINGS)}")
+        raise UserError(f"rope_type {kind!r}", "is not supported", f"use a model with {', '.join(SCALINGS)}")
     unknown = sorted(rope.keys() - ROPE_FIELDS)
     if "attn_factor" in rope and (kind != "yarn" or rope.get("attention_factor") is not None):
         unknown.append("attn_factor")
     if unknown:
-        raise ValueError(f"rope_parameters.{unknown[0]} = {rope[unknown[0]]!r} is not supported; use another model")
+        raise UserError(
+            f"rope_parameters.{unknown[0]}", "is not supported", "use another model", value=rope[unknown[0]]
+        )
     if kind == "default":
         return None
     rope = {name: value for name, value in rope.items() if value is not None}
@@ -468,8 +487,8 @@ def _rope_scaling(rope: dict, fields: dict) -> RopeScaling | None:
             values["factor"] = longest / values["original_max_position_embeddings"]
     missing = [name for name in SCALINGS[kind] if name not in values]
     if missing:
-        raise ValueError(
-            f"rope_parameters.{missing[0]} has no value, which rope_type {kind!r} needs; correct config.json"
+        raise UserError(
+            f"rope_parameters.{missing[0]}", f"has no value, which rope_type {kind!r} needs", "correct config.json"
         )
     scaling = RopeScaling(kind, *(float(values[name]) for name in SCALINGS[kind]))
     if kind != "yarn":

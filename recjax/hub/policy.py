@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, DecoderShape, ModelConfig
+from recjax.errors import UserError
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, stop_token_ids
 from recjax.hub.weights import load_adapter, load_pretrained, pretrained_config
@@ -78,9 +79,11 @@ def policy_alone(config: Config, characters: str) -> Policy:
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
     dtype = compute_dtype(config.model.dtype)
     if config.training.expert_balance and decoder_config.experts is None:
-        raise ValueError(
-            f"training.expert_balance = {config.training.expert_balance}: {config.model.path or 'model.decoder'} has no"
-            " experts; remove this key"
+        raise UserError(
+            "training.expert_balance",
+            f"{config.model.path or 'model.decoder'} has no experts",
+            "remove this key",
+            value=config.training.expert_balance,
         )
     options = kernel_options(config.model, decoder_config, dtype)
     replays_routing = config.rollout.record_routing
@@ -142,12 +145,15 @@ def kernel_options(
     Args:
         device: device that runs the kernels; None: the first device of this machine.
     Raises:
-        ValueError: the device does not run what the config asks for; the message says why.
+        UserError: the device does not run what the config asks for; the message says why.
     """
     device = jax.devices()[0] if device is None else device
     lowered_as = ("cuda", "rocm") if device.platform == "gpu" else (device.platform,)
     if model.joined_projections and not {*lowered_as} & {*JOIN}:
-        raise ValueError(f"model.joined_projections = True needs a GPU; this is {device.device_kind}. Set it to false")
+        raise UserError(
+            problem="model.joined_projections = True needs a GPU",
+            remedy=f"this is {device.device_kind}. Set it to false",
+        )
     kernel = attention_kernel(model.attention, config, dtype, device)
     return {"attention": kernel, "joined_projections": model.joined_projections}
 
@@ -158,7 +164,7 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
     Args:
         device: device that runs the kernel; None: the first device of this machine.
     Raises:
-        ValueError: the kernel does not run on the device or does not support the model; the message says why.
+        UserError: the kernel does not run on the device or does not support the model; the message says why.
     """
     device = jax.devices()[0] if device is None else device
     is_nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
@@ -178,8 +184,10 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
     if name == "auto":
         return next(kernel for kernel in MEASURED if not missing[kernel])
     if missing[name]:
-        raise ValueError(
-            f"model.attention = {name!r} needs {' and '.join(missing[name])}; this is {device.device_kind} with {dtype}"
-            f" and heads of {config.head_dim}. Set it to plain, or to auto"
+        raise UserError(
+            "model.attention",
+            f"needs {' and '.join(missing[name])}",
+            f"this is {device.device_kind} with {dtype} and heads of {config.head_dim}. Set it to plain, or to auto",
+            value=name,
         )
     return name

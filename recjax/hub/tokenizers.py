@@ -19,6 +19,7 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recjax import HIDES_TORCH
+from recjax.errors import UserError
 from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 
 # Wherever torch is installed, transformers imports it for tokenizers and configs, which takes 3 to 17 s; recjax needs
@@ -47,7 +48,7 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
         path: local folder, or hub name such as "HuggingFaceTB/SmolLM2-135M-Instruct".
         patterns: glob patterns of the files to download; ignored for a local folder.
     Raises:
-        ValueError: `path` is not a folder, and the hub cannot serve it; or a file of the folder is a link out of it.
+        UserError: `path` is not a folder, and the hub cannot serve it; or a file of the folder is a link out of it.
     """
     if Path(path).is_dir():
         return checked_links(Path(path))
@@ -56,13 +57,14 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
     except LinkError:
         raise
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {str(path)!r} is no local folder, and the Hugging Face hub did not serve it"
-            f" ({str(error).splitlines()[0]}); give a local folder with config.json, weights and tokenizer.json"
+        raise UserError(
+            f"model {str(path)!r}",
+            f"is no local folder, and the Hugging Face hub did not serve it ({str(error).splitlines()[0]})",
+            "give a local folder with config.json, weights and tokenizer.json",
         ) from error
 
 
-class LinkError(ValueError):
+class LinkError(UserError):
     """A file of a model folder is a link to a file elsewhere."""
 
 
@@ -96,11 +98,11 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     Args:
         characters: alphabet, in the order of the ids (from 1).
     Raises:
-        ValueError: `characters` is empty or contains a character twice.
+        UserError: `characters` is empty or contains a character twice.
     """
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     if repeated or not characters:
-        raise ValueError(f"characters {characters!r} must name each character once; repeated: {repeated}")
+        raise UserError(f"characters {characters!r}", "must name each character once", f"repeated: {repeated}")
     vocabulary = {token: index for index, token in enumerate(["<eos>", *characters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -117,12 +119,12 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
         chat_date: date (YYYY-MM-DD) for chat templates that read the clock; None: today. The tokenizer keeps this date
             for its lifetime.
     Raises:
-        ValueError: the folder or hub has no tokenizer, or it cannot be read.
+        UserError: the folder or hub has no tokenizer, or it cannot be read.
     """
     folder = model_folder(path)
     # Without this check, transformers may build an empty tokenizer from config.json.
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ValueError(f"{folder} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json there")
+        raise UserError(folder, "holds no tokenizer", "put the model's tokenizer.json and tokenizer_config.json there")
     check_configs(folder)
     _check_readable(folder)
     # A folder may enable clean_up_tokenization_spaces, which makes decoding drop spaces before punctuation.
@@ -131,7 +133,9 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:
         # The Rust tokenizers raise a bare Exception for a damaged file.
-        raise ValueError(f"the tokenizer in {folder} cannot be read ({error}); fetch its files again") from error
+        raise UserError(
+            problem=f"the tokenizer in {folder} cannot be read ({error})", remedy="fetch its files again"
+        ) from error
     tokenizer.init_kwargs.pop(CHAT_DATE, None)  # a saved tokenizer may contain an old date
     if reads_clock(folder):
         tokenizer.init_kwargs[CHAT_DATE] = chat_date or date.today().isoformat()
@@ -153,9 +157,10 @@ def _check_readable(folder: Path) -> None:
         is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", file.readline(1000)) is not None
     package = "tiktoken" if is_tiktoken else "sentencepiece"
     if importlib.util.find_spec(package) is None:
-        raise ValueError(
-            f"{folder} holds its tokenizer only as tokenizer.model, and the package {package} that reads it is not"
-            f" installed; pip install {package}, or put the model's tokenizer.json there"
+        raise UserError(
+            folder,
+            f"holds its tokenizer only as tokenizer.model, and the package {package} that reads it is not installed",
+            f"pip install {package}, or put the model's tokenizer.json there",
         )
 
 
@@ -163,21 +168,23 @@ def check_configs(folder: Path) -> None:
     """Refuses a model folder that needs its own Python code (`auto_map`), or has a config far larger than any model's.
 
     Raises:
-        ValueError: a file has `auto_map`, which the message quotes, or is too large.
+        UserError: a file has `auto_map`, which the message quotes, or is too large.
     """
     for file in filter(Path.is_file, (folder / "config.json", folder / "generation_config.json")):
         if (size := file.stat().st_size) > _CONFIG_BYTES:
             problem = f"has {size} bytes, and a model's has {_CONFIG_BYTES} at most"
-            raise ValueError(f"{file}: {problem}; fetch the file again, or remove long lists such as eos_token_id")
+            raise UserError(file, problem, "fetch the file again, or remove long lists such as eos_token_id")
     for file in sorted(folder.glob("*config*.json")):
         try:
             fields = json.loads(file.read_text(encoding="utf-8-sig"))
         except (ValueError, OSError, RecursionError):
             continue  # the code that needs this file reports the error
         if isinstance(fields, dict) and fields.get("auto_map"):
-            raise ValueError(
-                f"{file}: auto_map = {fields['auto_map']!r:.200} asks for Python code of the model's own, which recjax"
-                " never runs; use a model of a supported family, and remove auto_map if its code is not needed"
+            raise UserError(
+                file,
+                f"auto_map = {fields['auto_map']!r:.200} asks for Python code of the model's own, which recjax"
+                " never runs",
+                "use a model of a supported family, and remove auto_map if its code is not needed",
             )
 
 
@@ -192,7 +199,7 @@ def stop_token_ids(
         folder: model folder or hub name. Its generation_config.json (or, if missing, config.json) may list more
             end-of-sequence ids, which many chat models have. None reads no file.
     Raises:
-        ValueError: a stop string is not exactly one token, the file is damaged, or no stop id is known.
+        UserError: a stop string is not exactly one token, the file is damaged, or no stop id is known.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [] if folder is None else listed_eos(model_folder(folder))
@@ -201,13 +208,14 @@ def stop_token_ids(
         tokens = encode_after(tokenizer, (), text, "stop string")
         # The second test refuses text that encodes to the unknown token.
         if len(tokens) != 1 or token_texts(tokenizer, tokens) != [text]:
-            raise ValueError(
-                f"stop string {text!r} must be exactly one token, but this tokenizer reads it as "
-                f"{tokenizer.convert_ids_to_tokens(tokens)}; choose a single token"
+            raise UserError(
+                f"stop string {text!r}",
+                f"must be exactly one token, but this tokenizer reads it as {tokenizer.convert_ids_to_tokens(tokens)}",
+                "choose a single token",
             )
         ids += tokens
     if not ids:
-        raise ValueError("the tokenizer has no end-of-sequence token; name at least one stop string")
+        raise UserError(problem="the tokenizer has no end-of-sequence token", remedy="name at least one stop string")
     return tuple(dict.fromkeys(ids))
 
 
@@ -215,16 +223,16 @@ def listed_eos(folder: Path) -> list[int]:
     """The end-of-sequence ids in a model's files, read in the same order as in transformers.
 
     Raises:
-        ValueError: generation_config.json or config.json is damaged, or has other values than ids.
+        UserError: generation_config.json or config.json is damaged, or has other values than ids.
     """
     for file in filter(Path.is_file, (folder / "generation_config.json", folder / "config.json")):
         try:
             eos = json.loads(file.read_text(encoding="utf-8-sig")).get("eos_token_id")
         except (ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{file} cannot be read ({error}); correct it or fetch the file again") from error
+            raise UserError(file, f"cannot be read ({error})", "correct it or fetch the file again") from error
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-            raise ValueError(f"{file}: eos_token_id = {eos!r:.200}: takes a token id or a list of them; correct it")
+            raise UserError(f"{file}: eos_token_id", "takes a token id or a list of them", "correct it", value=eos)
         return ids
     return []
 
@@ -288,7 +296,7 @@ def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 @contextlib.contextmanager
 def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str, text: str = "") -> Iterator[None]:
-    """Replaces an error of the tokenizer by a ValueError, also a panic, which is no `Exception` in Python.
+    """Replaces an error of the tokenizer by a UserError, also a panic, which is no `Exception` in Python.
 
     Args:
         text: text to encode, whose unknown characters the error names.
@@ -305,7 +313,7 @@ def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str,
             raise
         elif text:
             problem = f"{problem}: {_unknown_characters(tokenizer, text)!r}"
-        raise ValueError(f"{text_name} {problem}") from error
+        raise UserError(problem=f"{text_name} {problem}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -367,7 +375,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
         before: all preceding tokens; if empty, the text follows an unknown text.
         text_name: name of the text in error messages.
     Raises:
-        ValueError: the vocabulary does not cover the text.
+        UserError: the vocabulary does not cover the text.
     """
     ids = _encode(tokenizer, text, text_name)
     decoded = _decode(tokenizer, ids)
@@ -457,7 +465,7 @@ def encode_prompts(
         rendered: flag for all prompts, or one for each, that a chat template wrote them.
         vocabulary: number of rows of the model's embedding; None checks no ids.
     Raises:
-        ValueError: a prompt has no tokens, characters outside the vocabulary, or a token without an embedding.
+        UserError: a prompt has no tokens, characters outside the vocabulary, or a token without an embedding.
     """
     begin = [tokenizer.bos_token_id]
     prefix = begin if _encode(tokenizer, "", "", special=True)[:1] == begin else []
@@ -467,7 +475,7 @@ def encode_prompts(
         ids = _encode(tokenizer, prompt, f"prompt {index},")
         encoded.append(ids if is_rendered or ids[:1] == prefix else prefix + ids)
         if not encoded[-1]:
-            raise ValueError(f"prompt {index}, {prompt!r}, has no tokens; a prompt needs at least one")
+            raise UserError(problem=f"prompt {index}, {prompt!r}, has no tokens", remedy="a prompt needs at least one")
         check_embedded(tokenizer, encoded[-1], vocabulary, f"prompt {index}, {prompt!r:.80}")
     return encoded
 
@@ -481,13 +489,15 @@ def check_embedded(
         vocabulary: number of rows of the model's embedding; None skips the check.
         source: source of the tokens, for the error message.
     Raises:
-        ValueError: a token has no embedding; the message has the source, the token, the folder and both sizes.
+        UserError: a token has no embedding; the message has the source, the token, the folder and both sizes.
     """
     if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
         return
-    raise ValueError(
-        f"{source}: token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
+    raise UserError(
+        source,
+        f"token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model in"
         f" {tokenizer.name_or_path or 'memory'} has an embedding of {vocabulary} tokens and a tokenizer of"
-        f" {len(tokenizer)}; take the tokenizer that belongs to the weights, resize the embedding"
-        " (transformers' resize_token_embeddings), or remove the token from the text"
+        f" {len(tokenizer)}",
+        "take the tokenizer that belongs to the weights, resize the embedding (transformers'"
+        " resize_token_embeddings), or remove the token from the text",
     )

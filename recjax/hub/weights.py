@@ -20,6 +20,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 
 from recjax.config import LoraConfig
+from recjax.errors import UserError
 from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import CONTAINERS, FURTHER_TOKENS, check_fields, decoder_config, text_fields, text_name
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_configs, checked_links, model_folder
@@ -108,17 +109,16 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
     Returns:
         The config, and the parameter tree in float32, sharded on the current mesh.
     Raises:
-        ValueError: the decoder cannot compute the model exactly, or a file is missing, damaged or inconsistent with
+        UserError: the decoder cannot compute the model exactly, or a file is missing, damaged or inconsistent with
             the config.
     """
     folder = model_folder(path, MODEL_FILES)
     if (folder / MANIFEST).is_file():  # recjax wrote the folder
         try:
             check_manifest(folder)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}"
-            ) from error
+        except UserError as error:
+            remedy = f"write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}"
+            raise UserError(error.where, error.problem, remedy) from error
     config = read_config(folder)
     return config, read_params(folder, config)
 
@@ -127,19 +127,20 @@ def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
     """The decoder config of a sequence classifier with one label, and its padding token; reads no weights.
 
     Raises:
-        ValueError: the model is no such classifier, or see `read_config`.
+        UserError: the model is no such classifier, or see `read_config`.
     """
     folder = model_folder(path)
     config = read_config(folder)
     fields = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds = fields.architectures or ["none"]
     if not kinds[0].endswith("ForSequenceClassification") or fields.num_labels != 1:
-        raise ValueError(
-            f"{folder / 'config.json'}: architectures = {kinds} with {fields.num_labels} labels (id2label): a reward"
-            " model has one label, and an architecture such as LlamaForSequenceClassification"
+        raise UserError(
+            folder / "config.json",
+            f"architectures = {kinds} with {fields.num_labels} labels (id2label): a reward model has one label,"
+            " and an architecture such as LlamaForSequenceClassification",
         )
     if (tensors := _tensors_of(folder, _written_config(folder))) and "score.weight" not in tensors:
-        raise ValueError(f"{folder} holds no tensor score.weight, which a reward model has; fetch the files again")
+        raise UserError(folder, "holds no tensor score.weight, which a reward model has", "fetch the files again")
     return dataclasses.replace(config, tie_embeddings=True), fields.pad_token_id  # it has no head
 
 
@@ -147,7 +148,7 @@ def pretrained_config(path: str | Path) -> DecoderConfig:
     """The decoder config of a folder or hub name; reads weights only to compare head and embedding (`read_config`).
 
     Raises:
-        ValueError: see `model_folder` and `read_config`.
+        UserError: see `model_folder` and `read_config`.
     """
     config = read_config(model_folder(path))
     if not config.tie_embeddings:
@@ -185,14 +186,15 @@ def read_config(folder: Path) -> DecoderConfig:
     transformers.
 
     Raises:
-        ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
+        UserError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
     written = _written_config(folder)
     if (folder / _ADAPTER_CONFIG).is_file():
-        raise ValueError(
-            f"{folder} holds {_ADAPTER_CONFIG} next to a model, and transformers would add that adapter to the model's"
-            " weights; move the adapter's files to another folder and name it in model.adapter, or delete them if the"
-            " weights contain the adapter already"
+        raise UserError(
+            folder,
+            f"holds {_ADAPTER_CONFIG} next to a model, and transformers would add that adapter to the model's weights",
+            "move the adapter's files to another folder and name it in model.adapter, or delete them if the"
+            " weights contain the adapter already",
         )
     check_configs(folder)
     try:
@@ -207,10 +209,12 @@ def read_config(folder: Path) -> DecoderConfig:
                 fields = transformers.AutoConfig.for_model(**text).to_dict()
         except Exception as error:
             # transformers raises many exception types: missing fields, wrong types, failed validation.
-            raise ValueError(f"this is no model config ({error}); correct it or fetch the file again") from error
+            raise UserError(
+                problem=f"this is no model config ({error})", remedy="correct it or fetch the file again"
+            ) from error
         config = decoder_config(fields)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    except UserError as error:
+        raise error.within(folder / "config.json") from error
     if config.tie_embeddings and _has_own_head(tensors):
         _warn_once(
             "%s: config.json sets tie_word_embeddings, but lm_head.weight differs from the embedding; recjax uses both."
@@ -225,15 +229,15 @@ def _written_config(folder: Path) -> dict:
     """The content of a folder's config.json.
 
     Raises:
-        ValueError: the file is missing or no JSON object.
+        UserError: the file is missing or no JSON object.
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"{folder} holds no config.json; give a Hugging Face style model folder")
+        raise UserError(folder, "holds no config.json", "give a Hugging Face style model folder")
     try:
         return dict(json.loads(file.read_text(encoding="utf-8-sig")))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is no model config ({error}); correct it or fetch the file again") from error
+        raise UserError(file, f"is no model config ({error})", "correct it or fetch the file again") from error
 
 
 class _Tensor(NamedTuple):
@@ -309,12 +313,12 @@ def _check_layers(folder: Path, written: dict, tensors: dict[str, _Tensor]) -> N
     if type(layers) is not int:
         return
     if not 0 < layers <= MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers = {layers}: takes 1 to {MOST_LAYERS}; correct config.json")
+        raise UserError("num_hidden_layers", f"takes 1 to {MOST_LAYERS}", "correct config.json", value=layers)
     layer_numbers = [int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
     if layer_numbers and max(layer_numbers) + 1 != layers:
-        raise ValueError(
-            f"num_hidden_layers = {layers}, but the weights in {folder} have {max(layer_numbers) + 1} layers; use the"
-            " config.json that belongs to them"
+        raise UserError(
+            problem=f"num_hidden_layers = {layers}, but the weights in {folder} have {max(layer_numbers) + 1} layers",
+            remedy="use the config.json that belongs to them",
         )
 
 
@@ -323,7 +327,7 @@ def _opened(file: Path):
     try:
         return safe_open(file, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}); fetch the file again") from error
+        raise UserError(file, f"is truncated or damaged ({error})", "fetch the file again") from error
 
 
 def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
@@ -419,7 +423,7 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
     Args:
         scores: True for a classifier: adds `score/kernel`, [hidden, 1].
     Raises:
-        ValueError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
+        UserError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
     """
     names = tensor_names(config)
     fused = fused_rows(config)
@@ -510,16 +514,16 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
     """The adapter_config.json of a PEFT adapter: of a folder or hub name.
 
     Raises:
-        ValueError: the file is missing or unreadable, or recjax does not compute such an adapter; the message names the
+        UserError: the file is missing or unreadable, or recjax does not compute such an adapter; the message names the
             field.
     """
     file = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*")) / _ADAPTER_CONFIG
     if not file.is_file():
-        raise ValueError(f"{file.parent} holds no {_ADAPTER_CONFIG}; give a folder that PEFT's save_pretrained wrote")
+        raise UserError(file.parent, f"holds no {_ADAPTER_CONFIG}", "give a folder that PEFT's save_pretrained wrote")
     try:
         fields = dict(json.loads(file.read_text(encoding="utf-8-sig")))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is no adapter config ({error}); fetch the file again") from error
+        raise UserError(file, f"is no adapter config ({error})", "fetch the file again") from error
     fixed = {name: (None, False) for name in fields.keys() - _ADAPTER_FIELDS} | _ADAPTER_FIXED
     for name, values in fixed.items():
         value = fields.get(name, values[0])
@@ -527,10 +531,10 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
             value = [parameter for parameter in value or () if str(parameter).split(".")[-1] not in _JOINT_EXPERTS]
         if value not in values and value not in ([], {}):
             remedy = "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result"
-            raise ValueError(f"{file}: {name} = {value!r:.80}: recjax does not compute such adapters; {remedy}")
+            raise UserError(f"{file}: {name}", "recjax does not compute such adapters", remedy, value=value)
     for name in ("r", "lora_alpha"):
         if type(value := fields.get(name)) not in (int, float) or not 0 < value < 2**31:
-            raise ValueError(f"{file}: {name} = {value!r:.80}: takes a number above 0; fetch the file again")
+            raise UserError(f"{file}: {name}", "takes a number above 0", "fetch the file again", value=value)
     return fields
 
 
@@ -545,12 +549,12 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
         path: folder or hub name with adapter_config.json and adapter_model.safetensors.
         config: decoder config of the base.
     Raises:
-        ValueError: see `adapter_fields`; also tensors that are missing, unexpected, or do not fit the base.
+        UserError: see `adapter_fields`; also tensors that are missing, unexpected, or do not fit the base.
     """
     fields = adapter_fields(path)
     folder = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*"))
     if not (file := folder / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{folder} holds no {file.name}; save the adapter with PEFT's save_pretrained")
+        raise UserError(folder, f"holds no {file.name}", "save the adapter with PEFT's save_pretrained")
     plain = dataclasses.replace(config, lora=None)
     leaves = flatten(abstract_params(plain))
     fused = fused_rows(plain)
@@ -589,9 +593,11 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
             rank = module_value("rank_pattern", module, fields["r"])
             for tensor, shape in zip(factors, ((rank, inputs), (count, rank)), strict=True):
                 if (stored_shape := stored[tensor].shape if tensor in stored else "none") != shape:
-                    raise ValueError(
-                        f"{file}: tensor {tensor!r} has shape {stored_shape}, but {_ADAPTER_CONFIG} and the model ask"
-                        f" for {shape}; set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}"
+                    raise UserError(
+                        file,
+                        f"tensor {tensor!r} has shape {stored_shape}, but {_ADAPTER_CONFIG} and the model ask for"
+                        f" {shape}",
+                        f"set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}",
                     )
             unread -= {*factors}
             a, b = (stored[tensor] for tensor in factors)
@@ -600,9 +606,10 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
             parts[kernel, index] = a[used].T, b[rows][:, used].T * np.float32(scale / usual_scale)
     if unread or not any(len(b) for _, b in parts.values()):
         name = min((str(adapter_names.get(name, name)) for name in unread), default="none")
-        raise ValueError(
-            f"{file}: tensor {name!r} adapts no projection of the decoder ({', '.join(_TARGETS)}); merge the adapter"
-            " into its base with PEFT's merge_and_unload and set model.path to the result"
+        raise UserError(
+            file,
+            f"tensor {name!r} adapts no projection of the decoder ({', '.join(_TARGETS)})",
+            "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result",
         )
     rank = max(len(b) for _, b in parts.values())
     targets = {kernel.split("/")[-2] for (kernel, _), (_, b) in parts.items() if len(b)}
@@ -671,14 +678,16 @@ def _safetensors_files(folder: Path, tensors: dict[str, _Tensor]) -> list[Path]:
     if not files:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         reason = f"only pickle files {pickles}, which can run code when opened" if pickles else "no weights"
-        raise ValueError(
-            f"{folder} holds {reason}; give a folder with model.safetensors, or with model.safetensors.index.json and "
-            "its shards (transformers' save_pretrained writes them)"
+        raise UserError(
+            folder,
+            f"holds {reason}",
+            "give a folder with model.safetensors, or with model.safetensors.index.json and its shards"
+            " (transformers' save_pretrained writes them)",
         )
     for file in files:
         if not file.is_file():
-            raise ValueError(
-                f"{folder} has an index that names the shard {file.name}, which is missing; fetch the file"
+            raise UserError(
+                folder, f"has an index that names the shard {file.name}, which is missing", "fetch the file"
             )
     return files
 
@@ -689,12 +698,14 @@ def _weight_map(index: Path) -> dict[str, str]:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = set(names.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is no safetensors index ({error!r}); fetch the file again") from error
+        raise UserError(index, f"is no safetensors index ({error!r})", "fetch the file again") from error
     for name in shards:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise ValueError(
-                f"{index}: weight_map names {name!r:.200}; a shard is a .safetensors file of the same folder,"
-                " without a path. Fetch the file again, from whom you trust"
+            raise UserError(
+                index,
+                f"weight_map names {name!r:.200}",
+                "a shard is a .safetensors file of the same folder, without a path. Fetch the file again, from"
+                " whom you trust",
             )
     return names
 
@@ -703,22 +714,26 @@ def _check_names(folder: Path, expected: set[str], sources: dict) -> None:
     missing = sorted(expected - sources.keys())
     wrapped = next((name for name in sources if missing and name.endswith(f".{missing[0]}")), None)
     if wrapped:
-        raise ValueError(
-            f"{folder}: the tensors' names begin with {wrapped.removesuffix(missing[0])!r}, as in {wrapped!r}: they are"
-            " those of a wrapper. Save the model inside it: torch.compile has it as _orig_mod, DistributedDataParallel"
-            " as module, and PEFT's merge_and_unload returns it"
+        raise UserError(
+            folder,
+            f"the tensors' names begin with {wrapped.removesuffix(missing[0])!r}, as in {wrapped!r}: they are"
+            " those of a wrapper. Save the model inside it: torch.compile has it as _orig_mod,"
+            " DistributedDataParallel as module, and PEFT's merge_and_unload returns it",
         )
     if missing:
-        raise ValueError(
-            f"{folder}: {len(missing)} tensors that config.json calls for are in none of the safetensors files, first "
-            f"{missing[0]!r}; check num_hidden_layers and tie_word_embeddings, or fetch the files again"
+        raise UserError(
+            folder,
+            f"{len(missing)} tensors that config.json calls for are in none of the safetensors files, first"
+            f" {missing[0]!r}",
+            "check num_hidden_layers and tie_word_embeddings, or fetch the files again",
         )
     extra = {name for name in sources.keys() - expected if not name.endswith("rotary_emb.inv_freq")} - {_HEAD}
     if extra:
         first = min(extra)
-        raise ValueError(
-            f"{sources[first][0]}: {len(extra)} tensors that config.json does not call for, first {first!r}; the "
-            "weights belong to another config or architecture, or hold more than a language model"
+        raise UserError(
+            sources[first][0],
+            f"{len(extra)} tensors that config.json does not call for, first {first!r}",
+            "the weights belong to another config or architecture, or hold more than a language model",
         )
 
 
@@ -726,18 +741,19 @@ def _read(file: Path, opened, name: str, shape: tuple[int, ...], index: slice | 
     """A tensor of a file, whose shape must be `shape`, or its part at an index."""
     header = opened.get_slice(name)
     if tuple(header.get_shape()) != shape:
-        raise ValueError(
-            f"{file}: tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {shape}; "
-            "use the config.json that belongs to these weights"
+        raise UserError(
+            file,
+            f"tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {shape}",
+            "use the config.json that belongs to these weights",
         )
     if header.get_dtype() not in ("F32", "F16", "BF16"):
-        raise ValueError(
-            f"{file}: tensor {name!r} has dtype {header.get_dtype()}; save it as float32, float16 or bfloat16"
+        raise UserError(
+            file, f"tensor {name!r} has dtype {header.get_dtype()}", "save it as float32, float16 or bfloat16"
         )
     values = opened.get_tensor(name) if index is None else header[index]
     # The exponent bits, because bfloat16 is slow to convert.
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
     bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)
     if values.size and int((bits & bits.dtype.type(exponent)).max()) >= exponent:
-        raise ValueError(f"{file}: tensor {name!r} has NaN or infinite values; fetch the file again")
+        raise UserError(file, f"tensor {name!r} has NaN or infinite values", "fetch the file again")
     return values

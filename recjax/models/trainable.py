@@ -11,6 +11,7 @@ from flax.traverse_util import unflatten_dict
 from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
+from recjax.errors import UserError
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, DecoderConfig, Lora
 from recjax.models.placement import constrain_params
@@ -28,7 +29,7 @@ def adapted(config: DecoderConfig, lora: LoraConfig) -> DecoderConfig:
         ValueError: a target that the decoder lacks.
     """
     if absent := {*lora.targets} & {*DELTA_PROJECTIONS} if config.delta is None else ():
-        raise ValueError(f"model.lora.targets = {lora.targets}: the model has no {min(absent)}; remove it")
+        raise UserError("model.lora.targets", f"the model has no {min(absent)}", "remove it", lora.targets)
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
 
@@ -68,10 +69,10 @@ def split_params(params: dict, config: ModelConfig) -> tuple[dict, dict]:
     for pattern in [] if config.lora else config.freeze:
         matching = {path for path in leaves if re.search(pattern, path)}
         if not matching:
-            raise ValueError(f"model.freeze: {pattern!r} is in none of the paths {', '.join(leaves)}")
+            raise UserError("model.freeze", f"{pattern!r} is in none of the paths {', '.join(leaves)}")
         frozen |= matching
     if len(frozen) == len(leaves):
-        raise ValueError(f"model.freeze = {config.freeze!r} leaves nothing to train; freeze less")
+        raise UserError("model.freeze", "leaves nothing to train", "freeze less", config.freeze)
     trained_leaves = {path: leaf for path, leaf in leaves.items() if path not in frozen}
     frozen_leaves = {path: leaf for path, leaf in leaves.items() if path in frozen}
     return unflatten(trained_leaves), unflatten(frozen_leaves)

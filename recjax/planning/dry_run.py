@@ -22,6 +22,7 @@ from rich.table import Table
 from recjax import hosts
 from recjax.config import Config, MeshConfig, RegimeConfig, load_config
 from recjax.console import plain_console
+from recjax.errors import UserError
 from recjax.experience.batch import sampled_shape
 from recjax.experience.database import MAKE
 from recjax.experience.packing import is_packed, shape_for
@@ -86,7 +87,7 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     Args:
         devices: devices that split the run by `mesh`; None: one device that holds everything.
     Raises:
-        ValueError: an invalid config.
+        UserError: an invalid config.
     """
     result = DryRun(*programs.resolve_shapes(config))
     model = result.model
@@ -329,7 +330,7 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
         result = dry_run(config, devices)
         show_dry_run(config, result)
         fits = _show_devices(config, result, devices) if phase_bytes(result.memory) else True
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for message in result.missing:
@@ -453,7 +454,7 @@ def _show_smaller(config: Config, result: DryRun, devices: Devices, needed: int)
         return max(phase_bytes(memory).values())
 
     for change, cost in smaller(config, result.prompt_tokens, result.mesh):
-        with contextlib.suppress(ValueError):  # a change that other keys of this config exclude
+        with contextlib.suppress(UserError):  # a change that other keys of this config exclude
             size = memory_with(change)
             verdict = ", which fits" if size <= devices.usable else ""
             if size < 0.99 * needed:

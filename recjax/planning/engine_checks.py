@@ -14,6 +14,7 @@ import numpy as np
 from scipy.stats import chi2
 
 from recjax.config import Config, RegimeConfig
+from recjax.errors import UserError
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout, score
@@ -103,7 +104,7 @@ class EngineCheck:
         """The results of all checks, in order.
 
         Raises:
-            ValueError: the server does not answer, or the task cannot be read.
+            UserError: the server does not answer, or the task cannot be read.
         """
         policy = self._opened.policy
         problems = load_task(self._config, "held_out").evaluation[:PROMPTS]
@@ -123,7 +124,7 @@ class EngineCheck:
             for name, check in checks.items():
                 try:
                     yield check(name)
-                except (ValueError, UnusableError, LostWeightsError) as error:
+                except (UserError, UnusableError, LostWeightsError) as error:
                     yield Line(name, str(error), "", FAIL, "see the message")
 
     @property

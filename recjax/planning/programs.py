@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from recjax.algorithms.options import require
 from recjax.config import Config
 from recjax.config.model import POLICY
+from recjax.errors import UserError
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teacher_prompts, with_top_tokens
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
@@ -102,7 +103,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     Missing are files that are neither here nor can be downloaded; without them the run cannot start.
 
     Raises:
-        ValueError: an invalid config.
+        UserError: an invalid config.
     """
     config = with_start(config)
     notes = []
@@ -112,8 +113,8 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     def reached(load: Callable) -> Any:
         try:
             return load()
-        except ValueError as error:
-            # A failed download is an OSError within the ValueError that names the remedy.
+        except UserError as error:
+            # A failed download is an OSError within the UserError that names the remedy.
             if not isinstance(error.__cause__, OSError):
                 raise
             missing.append(str(error))
@@ -147,7 +148,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     if model and task:
         try:
             encoder = tokenizer()
-        except ValueError as error:
+        except UserError as error:
             if prompt_tokens is None:
                 missing.append(str(error))
             else:
@@ -229,7 +230,7 @@ def plan(config: Config, target: Target) -> Plan:
     """Sharded shapes of a run on a target's devices.
 
     Raises:
-        ValueError: an invalid config, a config with an agent or a followed store, or a mesh that does not divide the
+        UserError: an invalid config, a config with an agent or a followed store, or a mesh that does not divide the
             devices or the model.
     """
     remedy = "cannot be compiled before the run starts; remove it to check a run of single turns"
@@ -239,7 +240,7 @@ def plan(config: Config, target: Target) -> Plan:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     model, _, prompt_tokens, _, missing = resolve_shapes(config)
     if model is None or prompt_tokens is None:
-        raise ValueError("; ".join([*missing, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
+        raise UserError(problem="; ".join([*missing, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
     decoder = model.decoder
     options = kernel_options(config.model, decoder.config, decoder.dtype, target.devices[0])
     model = model._replace(decoder=decoder.clone(**options))

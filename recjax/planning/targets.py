@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from recjax.errors import UserError
+
 GIB = 2**30
 GPU_SHARE = 0.75  # share of a GPU's memory that JAX takes by default
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's environment variable for another share
@@ -146,7 +148,7 @@ def named_devices(name: str) -> Devices:
     """The devices of "host", of a name in ACCELERATORS, or of a topology's name (see `load_target`).
 
     Raises:
-        ValueError: an unknown name.
+        UserError: an unknown name.
     """
     if name == "host":
         return Devices(name, jax.local_device_count(), device_memory(), None)
@@ -157,7 +159,9 @@ def named_devices(name: str) -> Devices:
         kind = CHIPS[generation].accelerator
         count = math.prod(map(int, shape.split("x")))
     elif kind is None or count not in map(str, COUNTS):
-        raise ValueError(f"--device {name!r} is unknown; give host, one of {', '.join(ACCELERATORS)}, {_topologies()}")
+        raise UserError(
+            "--device", "is unknown", f"give host, one of {', '.join(ACCELERATORS)}, {_topologies()}", value=name
+        )
     return Devices(name, int(count), ACCELERATORS[kind].usable_bytes, ACCELERATORS[kind])
 
 
@@ -180,7 +184,7 @@ def load_target(name: str) -> Target:
     Slices and GPUs may be absent.
 
     Raises:
-        ValueError: an unknown topology, or its compiler is not installed.
+        UserError: an unknown topology, or its compiler is not installed.
     """
     if name == "host":
         return Target(name, jax.local_devices(), device_memory())
@@ -190,7 +194,7 @@ def load_target(name: str) -> Target:
         return Target(name, _gpu_devices(name, kind, int(shape)), int(ACCELERATORS[kind].usable_bytes), GPU_OPTIONS)
     chip = CHIPS.get(generation)
     if chip is None or shape not in chip.slices:
-        raise ValueError(f"--topology {name!r} is unknown; give host, {_topologies()}")
+        raise UserError("--topology", "is unknown", f"give host, {_topologies()}", value=name)
     # A machine without TPUs has no metadata server: the first three variables stop libtpu's warnings about it. The last
     # one keeps the compiler from locking a TPU that other processes use.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -260,4 +264,4 @@ def _described(name: str, absent: str | None, **description: object) -> Sequence
             raise RuntimeError(absent)
         return list(topologies.get_topology_desc(**description).devices)
     except (RuntimeError, jax.errors.JaxRuntimeError) as error:
-        raise ValueError(f"--topology {name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--topology {name}", str(error).splitlines()[0]) from error

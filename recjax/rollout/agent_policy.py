@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from recjax.config import Config
-from recjax.errors import shown
+from recjax.errors import UserError, shown
 from recjax.grading.thinking import after_thoughts, whole_reply
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.policy import Policy
@@ -84,18 +84,18 @@ def token_ids(prompt: Any) -> Int[np.ndarray, " prompt_time"]:
     Args:
         prompt: sequence or one-dimensional array of whole numbers.
     Raises:
-        ValueError: the prompt has another form.
+        UserError: the prompt has another form.
     """
     remedy = "give a text or a one-dimensional sequence of token ids"
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        raise ValueError("policy.complete: the prompt is a list of messages; call policy.chat")
+        raise UserError("policy.complete", "the prompt is a list of messages", "call policy.chat")
     try:
         ids = np.asarray(prompt)
     except Exception as error:
-        raise ValueError(f"policy.complete: the prompt is no array of token ids ({error}); {remedy}") from error
+        raise UserError("policy.complete", f"the prompt is no array of token ids ({error})", remedy) from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         problem = f"the prompt is {shown(prompt, 80)}, an array of shape {ids.shape} and dtype {ids.dtype}"
-        raise ValueError(f"policy.complete: {problem}; {remedy}")
+        raise UserError("policy.complete", problem, remedy)
     return ids
 
 
@@ -124,11 +124,11 @@ class Seats:
         """Returns a seat, which has the methods of a policy; its replies are a trajectory of its own.
 
         Raises:
-            ValueError: `task.seats` has no such seat.
+            UserError: `task.seats` has no such seat.
         """
         if name not in self.players:
             known = ", ".join(filter(None, self.players)) or "no seats"
-            raise ValueError(f"policy.seat({name!r}): task.seats has {known}; add {name} there")
+            raise UserError(f"policy.seat({name!r})", f"task.seats has {known}", f"add {name} there")
         return self.players[name]
 
     def __getattr__(self, name: str) -> Any:
@@ -233,7 +233,7 @@ class AgentPolicy:
             stop: strings that end the reply, or one string, or None; `text` does not include them.
             chat_template_kwargs: variables of the template; they override the problem's and the config's.
         Raises:
-            ValueError: an argument has another form, the template refuses the messages or lacks a variable, or the
+            UserError: an argument has another form, the template refuses the messages or lacks a variable, or the
                 model has no template.
             ContextFull: the prompt leaves no room for a reply.
             TurnsSpent: the agent has had all its replies.
@@ -261,17 +261,17 @@ class AgentPolicy:
             stop: strings that end the completion, see `chat`.
             rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: an argument has another form, the tokenizer does not know the prompt, the model has no embedding
+            UserError: an argument has another form, the tokenizer does not know the prompt, the model has no embedding
                 for a token, or a stop string is empty.
             ContextFull: the prompt leaves no room for a completion.
             TurnsSpent: the agent has had all its completions.
         """
         stop = [stop] if isinstance(stop, str) else list(stop or ())
         if "" in stop:
-            raise ValueError(f"stop = {stop!r}: an empty string would end every reply; remove it")
+            raise UserError("stop", "an empty string would end every reply", "remove it", value=stop)
         if max_tokens is not None and (not isinstance(max_tokens, int | np.integer) or max_tokens < 1):
             remedy = "takes a whole number from 1, or None for rollout.max_completion_tokens"
-            raise ValueError(f"max_tokens = {shown(max_tokens, 80)}: {remedy}")
+            raise UserError("max_tokens", remedy, value=max_tokens)
         if isinstance(prompt, str):
             text = prompt
             ids = self.trajectory.tokens_of(text, rendered)
@@ -313,12 +313,12 @@ class AgentPolicy:
             reply: reply to reward; None: the latest one.
         Raises:
             InvalidReward: the value is not a finite number of at most MOST_REWARD in absolute value.
-            ValueError: the policy has not replied yet.
+            UserError: the policy has not replied yet.
         """
         if not is_reward(value):
             raise InvalidReward(f"policy.reward({shown(value)}): takes a finite number of at most {MOST_REWARD:g}")
         if not self.trajectory.turns:
-            raise ValueError(f"policy.reward({value!r}): the policy has not replied yet; call policy.chat first")
+            raise UserError(f"policy.reward({value!r})", "the policy has not replied yet", "call policy.chat first")
         turn = len(self.trajectory.turns) - 1 if reply is None else reply.turn
         self.rewards[turn] = self.rewards.get(turn, 0.0) + float(value)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from recjax.errors import UserError
 from recjax.rollout.tools import openai_calls
 
 CHAT = "/v1/chat/completions"
@@ -51,7 +52,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
         """The base URL for an OpenAI client, and a new key for a policy; starts the server if it does not run yet.
 
         Raises:
-            ValueError: the packages of the extra `serve` are not installed.
+            UserError: the packages of the extra `serve` are not installed.
         """
         if self._serving is None:
             self._start()
@@ -62,7 +63,9 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
     def _start(self) -> None:
         for package in ("starlette", "uvicorn"):
             if importlib.util.find_spec(package) is None:
-                raise ValueError(f'policy.base_url needs the package {package}; pip install -e ".[serve]"')
+                raise UserError(
+                    problem=f"policy.base_url needs the package {package}", remedy='pip install -e ".[serve]"'
+                )
         # Not at module level: most agents need no server, and its packages are an extra.
         import uvicorn
         from starlette.applications import Starlette
@@ -109,16 +112,16 @@ def chat_arguments(body: Any) -> dict[str, Any]:
     """The arguments of `AgentPolicy.chat` in the body of a request.
 
     Raises:
-        ValueError: a key that recjax does not know or a value that an agent cannot choose; with the remedy.
+        UserError: a key that recjax does not know or a value that an agent cannot choose; with the remedy.
     """
     if not isinstance(body, Mapping):
-        raise ValueError(f"the body is {body!r:.80}: takes a JSON object with messages")
+        raise UserError(problem=f"the body is {body!r:.80}: takes a JSON object with messages")
     for name, value in body.items():
         if name not in (*_READ, *_IGNORED, *_FIXED):
-            raise ValueError(f"{name}: policy.base_url takes {', '.join(_READ)}; remove this key")
+            raise UserError(name, f"policy.base_url takes {', '.join(_READ)}", "remove this key")
         if name in _FIXED and value is not None and value != _FIXED[name]:
             remedy = "remove it; the agent samples from the run's distribution (rollout.temperature and its neighbors)"
-            raise ValueError(f"{name} = {value!r:.80}: policy.base_url takes {_FIXED[name]!r}; {remedy}")
+            raise UserError(name, f"policy.base_url takes {_FIXED[name]!r}", remedy, value=value)
     limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     return {
         "messages": body.get("messages"),

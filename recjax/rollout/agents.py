@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray, UInt32
 from recjax.algorithms.options import described
 from recjax.config import Config, TaskConfig
 from recjax.config.tasks import POLICY
-from recjax.errors import shown
+from recjax.errors import UserError, shown
 from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
@@ -99,12 +99,14 @@ class Agents(contextlib.AbstractContextManager):
             policy: policy before adapters are added.
             older_params: reads all parameters after an earlier step, in the compute dtype, for frozen seats.
         Raises:
-            ValueError: the agent or a tool cannot be loaded, or the run has several processes.
+            UserError: the agent or a tool cannot be loaded, or the run has several processes.
         """
         if jax.process_count() > 1:
-            raise ValueError(
-                f"task.agent = {config.task.agent!r}: agents need a run with a single process, and this run has"
-                f" {jax.process_count()}; start one process"
+            raise UserError(
+                "task.agent",
+                f"agents need a run with a single process, and this run has {jax.process_count()}",
+                "start one process",
+                value=config.task.agent,
             )
         task = config.task
         functions = {name: named("task.tools", name) for name in task.tools}
@@ -156,7 +158,7 @@ class Agents(contextlib.AbstractContextManager):
             fatal: True raises an error if all agents fail by their own mistakes without `task.agent_failure_reward`.
             (others): see `collecting.sample_groups`.
         Raises:
-            ValueError: all agents failed, see `fatal`; or the weights of a frozen seat cannot be read.
+            UserError: all agents failed, see `fatal`; or the weights of a frozen seat cannot be read.
             RuntimeError: the engine failed.
         """
         task = self._config.task
@@ -202,9 +204,11 @@ class Agents(contextlib.AbstractContextManager):
         try:
             read = {each: self._older.get(each) or self.older_params(each) for each in sorted(older - {version})}
         except Exception as error:  # Orbax has its own errors for missing files
-            raise ValueError(
-                f"task.seats = {self._config.task.seats}: the checkpoint of step {min(older)} cannot be read"
-                f" ({type(error).__name__}); restore it, or play these seats by policy"
+            raise UserError(
+                "task.seats",
+                f"the checkpoint of step {min(older)} cannot be read ({type(error).__name__})",
+                "restore it, or play these seats by policy",
+                value=self._config.task.seats,
             ) from error
         self._older = read
         played = read
@@ -259,9 +263,9 @@ class Agents(contextlib.AbstractContextManager):
         key = f"task.agent = {self._config.task.agent!r}:"
         is_lost = all(agent.failure in MISTAKES for agent in tried) and self._config.task.agent_failure_reward is None
         if fatal and is_lost:
-            raise ValueError(
-                f"{key} all {len(tried)} agents of a batch failed, the first with {self.last_failure}; correct the"
-                " agent, or set task.agent_failure_reward"
+            raise UserError(
+                problem=f"{key} all {len(tried)} agents of a batch failed, the first with {self.last_failure}",
+                remedy="correct the agent, or set task.agent_failure_reward",
             )
         # Raised errors are the same failure if they have the same type.
         kinds = [
@@ -291,7 +295,7 @@ class Agents(contextlib.AbstractContextManager):
             reward_weights: weights of the parts that the task's reward gives.
             of_reward: grades that the task's reward gave.
         Raises:
-            ValueError: an agent's rewards lack a part that has a weight, or have one with two weights.
+            UserError: an agent's rewards lack a part that has a weight, or have one with two weights.
         """
         remaining = iter(of_reward)
         grades = []
@@ -319,9 +323,10 @@ class Agents(contextlib.AbstractContextManager):
                 unknown = [name for name in task.reward_weights if name not in {*parts, TURNS, ROWS}]
                 if unknown and not self._config.task.seats:  # a part may be of another seat
                     block_key = f"task.mixture.{task_name}" if self._config.task.mixture else "task"
-                    raise ValueError(
-                        f"{block_key}.reward_weights.{unknown[0]}: unknown part; choose one that the agent returns:"
-                        f" {', '.join(parts)}"
+                    raise UserError(
+                        f"{block_key}.reward_weights.{unknown[0]}",
+                        "unknown part",
+                        f"choose one that the agent returns: {', '.join(parts)}",
                     )
                 reward = sum(weights.get(name, 1.0) * value for name, value in parts.items())
             elif reward is not None and of_turns is not None:
@@ -357,15 +362,18 @@ class Agents(contextlib.AbstractContextManager):
         """Refuses parts of an agent that clash with a task's name or with a weight of the task's reward."""
         for name in returned:
             if name in (self._config.task.mixture or ()):
-                raise ValueError(
-                    f"task.mixture.{name}: the agent returns a part {name!r}, so that both would be the metric"
-                    " reward/NAME; rename the task"
+                raise UserError(
+                    f"task.mixture.{name}",
+                    f"the agent returns a part {name!r}, so that both would be the metric reward/NAME",
+                    "rename the task",
                 )
             task_weight = reward_weights.get(name, 1.0)
             if self._reads_parts and weights.get(name, 1.0) != task_weight:
-                raise ValueError(
-                    f"task.reward_weights.{name}: the agent gives the part {name!r}, which has weight 1, and the task's"
-                    f" reward gives it weight {task_weight:g}; the advantage reads parts, so set one weight for both"
+                raise UserError(
+                    f"task.reward_weights.{name}",
+                    f"the agent gives the part {name!r}, which has weight 1, and the task's reward gives it weight"
+                    f" {task_weight:g}",
+                    "the advantage reads parts, so set one weight for both",
                 )
 
 

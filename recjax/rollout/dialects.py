@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recjax.errors import UserError
 from recjax.models.sampling import Sampling
 from recjax.rollout import named_agents
 
@@ -158,7 +159,7 @@ def weight_labels(choice: dict[str, Any], count: int) -> list[str | None] | None
     """The label of the weights that sampled each token; None for a reply without labels.
 
     Raises:
-        ValueError: the spans of labels have gaps.
+        UserError: the spans of labels have gaps.
     """
     spans = choice.get("weight_versions")
     label = choice.get("weight_version")
@@ -292,13 +293,13 @@ def dialect_of(name: str) -> Dialect:
     """The dialect of a server's software, or the user's own as module:name.
 
     Raises:
-        ValueError: the module has no such dialect.
+        UserError: the module has no such dialect.
     """
     if ":" not in name:
         return DIALECTS.get(name, Dialect(name))
     dialect = named_agents.named("rollout.engine.dialect", name)
     if not isinstance(dialect, Dialect):
-        raise ValueError(
-            f"rollout.engine.dialect = {name!r}: must be a recjax.rollout.dialects.Dialect, not {dialect!r:.60}"
+        raise UserError(
+            "rollout.engine.dialect", f"must be a recjax.rollout.dialects.Dialect, not {dialect!r:.60}", value=name
         )
     return dialect

@@ -20,6 +20,7 @@ import jax
 
 from recjax import hosts
 from recjax.config import Config, RegimeConfig
+from recjax.errors import UserError
 from recjax.models.placement import params_on_host
 
 AT_A_TIME = 2  # batches per generator: one is sampled while the second is graded or waits
@@ -81,14 +82,14 @@ def require_ray(config: Config) -> None:
     """Refuses an asynchronous run without Ray; among several processes only the first needs Ray.
 
     Raises:
-        ValueError: with the command that installs Ray.
+        UserError: with the command that installs Ray.
     """
     if config.regime.mode == "sync" or config.rollout.engine:
         return
     if config.regime.address is None:
         keep_ray_on_loopback()
     if hosts.any_says(hosts.is_first() and importlib.util.find_spec("ray") is None):
-        raise ValueError("regime.mode = 'async': needs Ray; pip install -e \".[async]\"")
+        raise UserError("regime.mode = 'async'", "needs Ray", 'pip install -e ".[async]"')
 
 
 class Generators:
@@ -123,7 +124,7 @@ class Generators:
         """Connects to `regime.address`; if None, starts Ray on this machine unless this process already has Ray.
 
         Raises:
-            ValueError: no cluster answers at the address.
+            UserError: no cluster answers at the address.
         """
         hosts.from_first(self._connect)
         return self
@@ -136,10 +137,12 @@ class Generators:
         self._ray = ray
         self._begun_here = not ray.is_initialized()
         if self._begun_here and self._regime.address is None and _ONLY_LOOPBACK not in os.environ:
-            raise ValueError(
-                "regime.mode = 'async': ray was imported before recjax started it, and would listen on all interfaces"
-                f" without a token of this run; set the variables {_ONLY_LOOPBACK}=0, RAY_AUTH_MODE=token and"
-                " RAY_AUTH_TOKEN before that import, import ray later, or call ray.init yourself"
+            raise UserError(
+                "regime.mode = 'async'",
+                "ray was imported before recjax started it, and would listen on all interfaces without a token of"
+                " this run",
+                f"set the variables {_ONLY_LOOPBACK}=0, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before that import,"
+                " import ray later, or call ray.init yourself",
             )
         if self._begun_here:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -158,7 +161,7 @@ class Generators:
                     ray.init(address, **quiet)
                 except OSError as error:
                     message = f"regime.address = {address!r}: no Ray cluster answers there ({error})"
-                    raise ValueError(message + "; start one with `ray start --head`, or remove it") from error
+                    raise UserError(problem=message + "; start one with `ray start --head`, or remove it") from error
 
     def __exit__(self, *exception: object) -> None:
         """Ends the generators even while they sample, and shuts Ray down if this context started it."""
@@ -253,7 +256,7 @@ class Generators:
         """Number and result of every batch that is done; see `PolicySampler`.
 
         Raises:
-            RuntimeError: a generator keeps dying, or never answers.
+            UserError: a generator keeps dying, or never answers.
             Exception: any error that the sampling function raised.
         """
 
@@ -315,9 +318,10 @@ class Generators:
         self._failures[generator] += 1
         self.restarts += 1
         if self._failures[generator] > RESTARTS:
-            raise RuntimeError(
-                f"{name} {why}, for the {RESTARTS + 1}th time in a row, at batch {numbers[0]}; raise"
-                " regime.generator_seconds or its memory. Ray has its logs in /tmp/ray/session_latest/logs"
+            raise UserError(
+                name,
+                f"it {why}, for the {RESTARTS + 1}th time in a row, at batch {numbers[0]}",
+                "raise regime.generator_seconds or its memory. Ray has its logs in /tmp/ray/session_latest/logs",
             )
         logger.warning("%s %s; recjax restarts it for batches %s", name, why, numbers)
         self._ray.kill(self._actors[generator])

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.algorithms.options import described
 from recjax.config import TaskConfig
-from recjax.errors import shown
+from recjax.errors import UserError, shown
 from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.rollout.agent_policy import AgentPolicy
 from recjax.rollout.tools import Tools, parsed_calls
@@ -29,7 +29,7 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
     Args:
         tools: tools in `task.tools`; None if it is empty.
     Raises:
-        ValueError: the agent cannot be imported, or is not `async def agent(problem, policy)`.
+        UserError: the agent cannot be imported, or is not `async def agent(problem, policy)`.
     """
     if task.agent == "tools":
         return tool_agent(tools, task.agent_turns)
@@ -39,11 +39,11 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
     key = f"task.agent = {task.agent!r}:"
     form = "write it as async def agent(problem, policy)"
     if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))):  # noqa: B004
-        raise ValueError(f"{key} must be a coroutine function; {form}")
+        raise UserError(key, "must be a coroutine function", form)
     try:
         inspect.signature(agent).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"{key} must take a problem and a policy ({error}); {form}") from error
+        raise UserError(key, f"must take a problem and a policy ({error})", form) from error
     return agent
 
 
@@ -51,14 +51,14 @@ def named(key: str, name: str) -> Any:
     """Imports the object that `name` gives as module:name.
 
     Raises:
-        ValueError: the module or the name does not exist.
+        UserError: the module or the name does not exist.
     """
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
         remedy = "the module must be importable from the folder you start in or installed"
-        raise ValueError(f"{key} = {name!r}: {described(error)}; {remedy}") from error
+        raise UserError(key, described(error), remedy, value=name) from error
 
 
 # --- Tools.
@@ -97,7 +97,7 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Non
     """Checks that the chat template can render the messages of the tools agent; warns if it shows no tools.
 
     Raises:
-        ValueError: the model has no chat template, or it refuses a tool's result after a reply that calls the tool.
+        UserError: the model has no chat template, or it refuses a tool's result after a reply that calls the tool.
     """
     name = tools.schemas[0]["function"]["name"]
     call = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
@@ -108,9 +108,9 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Non
     ]
     try:
         render_chats(tokenizer, [chat], tools=tools.schemas)
-    except ValueError as error:
+    except UserError as error:
         remedy = "use a model whose template takes tool results, or write an agent of your own"
-        raise ValueError(f"task.agent = 'tools': {error}; {remedy}") from error
+        raise UserError("task.agent", str(error), remedy, value="tools") from error
     if not reads_variable(tokenizer, "tools"):
         logger.warning(
             "task.agent = 'tools': the chat template of %s shows no tools to the model, so the model knows only the"
@@ -146,7 +146,7 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
                 inspect.signature(world.reset).bind(seed=0)
             except TypeError as error:
                 form = "write it as reset(self, *, seed=None, options=None)"
-                raise ValueError(f"task.environment: reset() must take a seed ({error}); {form}") from error
+                raise UserError("task.environment", f"reset() must take a seed ({error})", form) from error
             started = await _awaited(world.reset(seed=int.from_bytes(digest[:4], "big")))
             observation, info = _checked_result("reset", started, ("observation", "info"))
             told = _told(problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt), observation)
@@ -182,7 +182,7 @@ async def _awaited(result: Any) -> Any:
 def _checked_result(method: str, result: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     """What a method of an environment returned, if it has the right number of values."""
     if not isinstance(result, tuple) or len(result) != len(names):
-        raise ValueError(f"task.environment: {method}() returned {shown(result, 80)}; return ({', '.join(names)})")
+        raise UserError("task.environment", f"{method}() returned {shown(result, 80)}", f"return ({', '.join(names)})")
     return result
 
 
@@ -190,18 +190,18 @@ def _told(before: str | list[dict[str, Any]], observation: Any) -> str | list[di
     """The next prompt: the text or the messages before, and the observation.
 
     Raises:
-        ValueError: the observation is neither a text nor messages, or there are messages after a text.
+        UserError: the observation is neither a text nor messages, or there are messages after a text.
     """
     if observation is None or isinstance(observation, str) and not observation:
         return before
     if isinstance(before, str):
         if not isinstance(observation, str):
             remedy = "after a prompt that is a text, return a text or None"
-            raise ValueError(f"task.environment: the observation is {shown(observation, 80)}; {remedy}")
+            raise UserError("task.environment", f"the observation is {shown(observation, 80)}", remedy)
         return before + observation
     if isinstance(observation, str):
         return [*before, {"role": "user", "content": observation}]
     if not isinstance(observation, list):
         remedy = "return a text, a list of messages or None"
-        raise ValueError(f"task.environment: the observation is {shown(observation, 80)}; {remedy}")
+        raise UserError("task.environment", f"the observation is {shown(observation, 80)}", remedy)
     return [*before, *checked_messages(observation, "task.environment: the observation")]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.experience.group import LOWEST_LOGPROB, Completion, Group, Row, sets_from_lists, top_from_lists
 from recjax.experience.records import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
@@ -63,7 +64,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             policy: policy whose tokenizer decides if the server's token ids belong to the same vocabulary.
             config: sampling distribution, length limits and template variables.
         Raises:
-            ValueError: the server does not answer, or lacks the model.
+            UserError: the server does not answer, or lacks the model.
         """
         self.server = RemoteServer(address)
         self._retries = address.retries
@@ -113,7 +114,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             seed: seed of the completions; servers that use seeds then repeat their completions.
             name, source: see `collecting.sample_groups`.
         Raises:
-            ValueError: the server refuses, or does not answer after all retries.
+            UserError: the server refuses, or does not answer after all retries.
         """
         replies = self._in_parallel(
             (self._completions, problem, seed + place, source) for place, problem in enumerate(problems)
@@ -152,7 +153,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             version: policy version of the weights.
         Raises:
             LostWeightsError: the server may have restarted between two requests of the push.
-            ValueError: the server refuses the weights or does not answer.
+            UserError: the server refuses the weights or does not answer.
         """
         # No other push has this label. Where replies or the adapter's name carry it, a server that restarted shows.
         label = f"{self._pusher}-{version}"
@@ -166,7 +167,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 self._acknowledged(path, body)
         except BaseException:
             if push.after:
-                with contextlib.suppress(ValueError):  # the first error has the reason
+                with contextlib.suppress(UserError):  # the first error has the reason
                     self._acknowledged(push.after, {})
             raise
         if push.after:
@@ -185,8 +186,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         unknown += " the server its weights"
         try:
             reply = self.server.sent("POST", path, body)
-        except ValueError as error:  # vLLM ends after an error in its workers
-            raise ValueError(f"{error}; {path} with {body} is part of a push of weights, so {unknown}") from error
+        except UserError as error:  # vLLM ends after an error in its workers
+            remedy = f"{path} with {body} is part of a push of weights, so {unknown}"
+            raise UserError(problem=str(error), remedy=remedy) from error
         words = error_of(reply)[0]
         with contextlib.suppress(ValueError):
             parsed = reply.json()
@@ -195,9 +197,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
             words = str(parsed.get("message", words))[:300] if isinstance(parsed, dict) else words
         if reply.is_success and (not reply.text or "success" in reply.text.lower()):  # vLLM's replies are no JSON
             return
-        raise ValueError(
-            f"{self.server.named}: the server did not take new weights ({path} with {body}, status {reply.status_code}:"
-            f" {words}), so {unknown}"
+        raise UserError(
+            self.server.named,
+            f"the server did not take new weights ({path} with {body}, status {reply.status_code}: {words}), so"
+            f" {unknown}",
         )
 
     def sample_tokens(
@@ -214,7 +217,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             version: policy version that the server has, or may have taken last.
         Raises:
             LostWeightsError: a reply is from other weights than the pushed ones.
-            ValueError: the server does not answer, or keeps sending unusable replies.
+            UserError: the server does not answer, or keeps sending unusable replies.
         """
         prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
         # Each request has its own thread, so that completions one by one are requested at the same time too.
@@ -248,7 +251,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """Samples the completions of a draw, and samples others in place of unusable ones.
 
         Raises:
-            LostWeightsError, ValueError: see `sample_tokens`.
+            LostWeightsError, UserError: see `sample_tokens`.
         """
         completions = []
         retries = self._retries
@@ -262,10 +265,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
             tries += 1
             retries -= bool(wrong)
             if retries < 0:
-                raise ValueError(
-                    f"{self.server.named}: a prompt has {len(completions)} of {draw.count} completions after"
-                    f" {self._retries + 1} unusable replies, the last with {wrong[-1]}; correct the server, or raise"
-                    " rollout.engine.retries if it recovers by itself"
+                raise UserError(
+                    self.server.named,
+                    f"a prompt has {len(completions)} of {draw.count} completions after {self._retries + 1}"
+                    f" unusable replies, the last with {wrong[-1]}",
+                    "correct the server, or raise rollout.engine.retries if it recovers by itself",
                 )
         return completions
 
@@ -273,7 +277,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """Requests a draw once: the completions that are certainly the policy's, and why others are not.
 
         Raises:
-            LostWeightsError, ValueError: see `sample_tokens`.
+            LostWeightsError, UserError: see `sample_tokens`.
         """
         sampled = []
         wrong = []
@@ -293,7 +297,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
         Raises:
             UnusableError: choices are missing.
-            LostWeightsError, ValueError: see `sample_tokens`.
+            LostWeightsError, UserError: see `sample_tokens`.
         """
         path, body = self.dialect.request(self.api, draw, self.server.model, self._adapter, self.takes_tokens)
         reply = self.server.sent("POST", path, body)

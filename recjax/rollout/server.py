@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from recjax.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 _MOST_WAIT = 30.0  # seconds before a request is tried again
@@ -60,7 +62,7 @@ class RemoteServer:
         """Connects to the server and requests its list of models.
 
         Raises:
-            ValueError: the server does not answer, or lacks the model.
+            UserError: the server does not answer, or lacks the model.
         """
         self._address = address
         self.url = address.url.rstrip("/").removesuffix("/v1")
@@ -90,7 +92,7 @@ class RemoteServer:
         Args:
             path: path below /v1; a path that begins with a slash is below the server's root.
         Raises:
-            ValueError: the server does not answer, or keeps failing.
+            UserError: the server does not answer, or keeps failing.
         """
         wait = 0.5
         failures = []
@@ -105,7 +107,7 @@ class RemoteServer:
                 delay = reply.headers.get("retry-after", "")
                 wait = max(wait, float(delay)) if delay.isdecimal() else wait
             except httpx.UnsupportedProtocol as error:
-                raise ValueError(f"{self.named}: {error}; give http://HOST:PORT") from error
+                raise UserError(self.named, str(error), "give http://HOST:PORT") from error
             except httpx.HTTPError as error:
                 failures.append(f"does not answer ({error or type(error).__name__})")
             self.failures += 1
@@ -115,9 +117,10 @@ class RemoteServer:
                 wait *= 2
         # The first failure may be the reason why the server died.
         failure = " and then ".join(dict.fromkeys([failures[0], failures[-1]]))
-        raise ValueError(
-            f"{self.named}: the server {failure}, after {tries} tries; start the same command again"
-            " when the server is available"
+        raise UserError(
+            self.named,
+            f"the server {failure}, after {tries} tries",
+            "start the same command again when the server is available",
         )
 
     def takes_posts(self, path: str) -> bool:
@@ -129,7 +132,7 @@ class RemoteServer:
 
         Raises:
             UnusableError: a filter refuses the prompt.
-            ValueError: the server refuses the request, or the reply is no JSON object.
+            UserError: the server refuses the request, or the reply is no JSON object.
         """
         words, code = error_of(reply)
         if reply.status_code == 400 and code == "content_filter":  # Azure refuses a prompt
@@ -137,15 +140,15 @@ class RemoteServer:
         if reply.status_code in (401, 403):
             file = "--api_key_file" if self._address.key == "--engine" else "rollout.engine.api_key_file"
             remedy = f"give {file}, a file with one key, or set ${KEY_VARIABLE}"
-            raise ValueError(f"{self.url} refuses the request ({words}); {remedy}")
+            raise UserError(problem=f"{self.url} refuses the request ({words})", remedy=remedy)
         if not reply.is_success:
-            raise ValueError(f"{self.url} refuses the request with status {reply.status_code}: {words}")
+            raise UserError(problem=f"{self.url} refuses the request with status {reply.status_code}: {words}")
         try:
             parsed = reply.json()
         except ValueError:
             parsed = None
         if not isinstance(parsed, dict):
-            raise ValueError(f"{self.url}: a reply must be a JSON object: {words}")
+            raise UserError(self.url, f"a reply must be a JSON object: {words}")
         return parsed
 
     def warn(self, kind: str, words: str) -> None:
@@ -168,7 +171,7 @@ class RemoteServer:
         if name not in owners:
             flag = "--model" if self._address.key == "--engine" else "rollout.engine.model ="
             problem = f"{flag} {name!r}: unknown" if name else f"give {flag.removesuffix(' =')}"
-            raise ValueError(f"{self.url}: {problem}; the server has {', '.join([*owners][:20]) or 'no models'}")
+            raise UserError(self.url, problem, f"the server has {', '.join([*owners][:20]) or 'no models'}")
         return name, owners[name]
 
 
@@ -179,11 +182,11 @@ def whole_choices(reply: dict[str, Any], count: int, url: str) -> list[dict[str,
         count: number of choices that the request asked for.
     Raises:
         MissingChoicesError: a server that drops choices drops short ones more often than long ones.
-        ValueError: the reply has no choices.
+        UserError: the reply has no choices.
     """
     choices = reply.get("choices")
     if not choices:
-        raise ValueError(f"{url}: a reply has no choices: {json.dumps(reply):.200}")
+        raise UserError(url, f"a reply has no choices: {json.dumps(reply):.200}")
     indices = [choice.get("index", place) for place, choice in enumerate(choices)]
     if len(choices) != count:
         raise MissingChoicesError(f"{len(choices)} of {count} choices")
@@ -207,15 +210,15 @@ def read_keys(file: str | None, most: int | None = None, key: str = "--api_key_f
         most: largest number of keys; None: no limit.
         key: the flag or config key with the file, for messages.
     Raises:
-        ValueError: the file cannot be read, has no keys or too many, or has an invalid key.
+        UserError: the file cannot be read, has no keys or too many, or has an invalid key.
     """
     if file is None:
         return tuple(filter(None, [os.environ.get(KEY_VARIABLE, "").strip()]))
     try:
         keys = tuple(filter(None, map(str.strip, Path(file).read_text(encoding="utf-8").splitlines())))
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"{key} {file} cannot be read ({error}); give one key per line") from error
+        raise UserError(f"{key} {file}", f"cannot be read ({error})", "give one key per line") from error
     if not 0 < len(keys) <= (most or len(keys)) or any(not key.isascii() or len(key.split()) > 1 for key in keys):
         number = "one key" if most == 1 else "one or more keys, one per line"
-        raise ValueError(f"{key} {file}: takes {number}, in ASCII without spaces")
+        raise UserError(f"{key} {file}", f"takes {number}, in ASCII without spaces")
     return keys

@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from recjax.errors import UserError
 from recjax.tasks.grading.event_loop import run_to_end
 from recjax.workers import CallFailed, Workers
 
@@ -108,14 +109,15 @@ class Tools(contextlib.AbstractContextManager):
             workers: number of processes.
             seconds: time limit of one call.
         Raises:
-            ValueError: a function gives no schema or yields, or two functions have one name.
+            UserError: a function gives no schema or yields, or two functions have one name.
         """
         self.schemas = [_schema(name, function) for name, function in functions.items()]
         names = [schema["function"]["name"] for schema in self.schemas]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"task.tools: two tools have the name {repeated[0]!r}, and the model tells tools apart by their names;"
-                " rename one"
+            raise UserError(
+                "task.tools",
+                f"two tools have the name {repeated[0]!r}, and the model tells tools apart by their names",
+                "rename one",
             )
         self._functions = dict(zip(names, functions.items(), strict=True))
         self._validators = {
@@ -141,7 +143,7 @@ class Tools(contextlib.AbstractContextManager):
             if problem:
                 return f"error: {problem}"
             return await asyncio.wrap_future(self._workers.call(_called, import_name, call.arguments))
-        except (TypeError, CallFailed, RuntimeError) as error:
+        except (TypeError, CallFailed, UserError, RuntimeError) as error:
             return f"error: {error}"
 
     def _problem(self, call: Call) -> str | None:
@@ -158,7 +160,7 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Any:
     """The jsonschema validator of a tool's arguments.
 
     Raises:
-        ValueError: the schema of the parameters is no JSON schema.
+        UserError: the schema of the parameters is no JSON schema.
     """
     import jsonschema  # not at module level: workers import this file
 
@@ -166,8 +168,8 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Any:
     try:
         jsonschema.Draft202012Validator.check_schema(parameters)
     except jsonschema.SchemaError as error:
-        raise ValueError(
-            f"task.tools: {name}: its parameters are no JSON schema ({error.message}); correct its attribute schema"
+        raise UserError(
+            "task.tools", f"{name}: its parameters are no JSON schema ({error.message})", "correct its attribute schema"
         ) from error
     return jsonschema.Draft202012Validator(parameters)
 
@@ -203,7 +205,7 @@ def _schema(name: str, function: Any) -> dict[str, Any]:
     if any(
         inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call) for call in (function, function.__call__)
     ):
-        raise ValueError(f"task.tools: {name} yields; write a function, or async def, that returns its result once")
+        raise UserError("task.tools", f"{name} yields", "write a function, or async def, that returns its result once")
     schema = getattr(function, "schema", None)
     if schema is None:
         from transformers.utils import get_json_schema  # not at module level: workers import this file
@@ -212,8 +214,8 @@ def _schema(name: str, function: Any) -> dict[str, Any]:
             schema = get_json_schema(function)
         except Exception as error:
             remedy = "give it type hints and a docstring with Args, or an attribute schema"
-            raise ValueError(f"task.tools: recjax cannot derive a schema from {name} ({error}); {remedy}") from error
+            raise UserError("task.tools", f"recjax cannot derive a schema from {name} ({error})", remedy) from error
     if not isinstance(schema.get("function", {}).get("name"), str):
         form = '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
-        raise ValueError(f"task.tools: {name}: its schema is {schema!r:.200}; write it as {form}")
+        raise UserError("task.tools", f"{name}: its schema is {schema!r:.200}", f"write it as {form}")
     return schema

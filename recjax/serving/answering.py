@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from recjax.errors import UserError
 from recjax.experience.group import Completion, Group, Row, runs_of
 from recjax.experience.records import PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
@@ -74,7 +75,7 @@ class Answering:
             check_sampling(open_session, session, body.sampled.sampling())
         try:
             prompts = await self._prompts(body, open_session)
-        except ValueError as error:
+        except UserError as error:
             raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
         limits = [self.sampler.limit(prompt.tokens, body.sampled.limit) for prompt in prompts]
         self.sampler.add_distribution(body.sampled.sampling())

@@ -10,6 +10,7 @@ import pydantic
 
 from recjax.algorithms.options import did_you_mean
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, checked, wrong_with_variables
+from recjax.errors import UserError
 from recjax.experience.feedback import whole_grade
 from recjax.experience.group import Grade
 from recjax.experience.store_checks import MOST_REWARD, is_finite_number
@@ -210,7 +211,7 @@ class ReplyBody(Body):
     @classmethod
     def _check_stream_options(cls, options: StreamOptions, info: Any) -> StreamOptions:
         if not info.data.get("stream"):
-            raise ValueError("takes effect only with stream = true; remove it, or set stream")
+            raise UserError("", "takes effect only with stream = true; remove it, or set stream")
         return options
 
     @property
@@ -246,7 +247,7 @@ class Chat(ReplyBody, SampledBody):
             calls = message.get("tool_calls") or []
             are_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
             if not (are_calls and all(isinstance(call.get("function"), Mapping) for call in calls)):
-                raise ValueError(f"message {number}: tool_calls = {calls!r:.100}: takes a list of calls")
+                raise UserError("", f"message {number}: tool_calls = {calls!r:.100}: takes a list of calls")
             texts = {key: message.get(key) for key in ("role", "content", "name", "tool_call_id")}
             read = {key: text for key, text in texts.items() if isinstance(text, str)}
             chat.append(read | ({"tool_calls": calls} if calls else {}))
@@ -292,10 +293,10 @@ class Text(ReplyBody, SampledBody):
     def _check_prompts(cls, value: str | list) -> list[str | list[int]]:
         prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else value
         if len(prompts) > MOST_CHOICES:
-            raise ValueError(f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
+            raise UserError("", f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
         for prompt in prompts:
             if not (isinstance(prompt, str) and prompt) and not _are_token_ids(prompt):
-                raise ValueError(f"{prompt!r:.100} takes token ids, at least one")
+                raise UserError("", f"{prompt!r:.100} takes token ids, at least one")
         return prompts
 
     @property
@@ -383,7 +384,7 @@ class RewardBody(Body):
         try:
             return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
         except ValueError as error:
-            raise Refused(400, str(error), param=str(error).partition(" ")[0]) from error
+            raise Refused(400, str(error), param=str(error).partition(" ")[0].rstrip(":")) from error
 
     def turn_reward(self) -> float:
         """The reward of a single turn.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from recjax.errors import UserError
 from recjax.experience.database import Unavailable
 from recjax.experience.feedback import known_turns
 from recjax.experience.group import Grade
@@ -68,7 +69,7 @@ class Recorder:
         """Opens the store, and continues the sessions that an earlier recorder has left.
 
         Raises:
-            ValueError: another server records there; the store is damaged, or has sessions of another model.
+            UserError: another server records there; the store is damaged, or has sessions of another model.
         """
         self.options = options
         self.error = None
@@ -93,9 +94,10 @@ class Recorder:
                     continue
                 turn = record_from_plain(plain["turn"])
                 if turn.tokenizer != self.tokenizer_name:
-                    raise ValueError(
-                        f"{options.store}: session {name!r} is of another model's vocabulary; start the server with"
-                        " that model once, or give another store with --record"
+                    raise UserError(
+                        options.store,
+                        f"session {name!r} is of another model's vocabulary",
+                        "start the server with that model once, or give another store with --record",
                     )
                 self._add(name, turn, plain["prompt"])
             self._held = opened.pop_all()
@@ -191,13 +193,13 @@ class Recorder:
             return await asyncio.get_running_loop().run_in_executor(self._threads, read, *arguments)
         except Conflict as error:
             raise Refused(409, str(error), code=_CHANGED) from error
-        except ValueError as error:
+        except UserError as error:
             raise self._failed(error, isinstance(error, Unavailable)) from error
 
     def _failed(self, error: Exception, for_all: bool = True) -> Refused:
         """The refusal of a request that has to be recorded; `for_all` if other requests would fail, too."""
         self.error = str(error) if for_all else self.error
-        logger.error("%s", error, exc_info=not isinstance(error, ValueError))
+        logger.error("%s", error, exc_info=not isinstance(error, UserError))
         code = _AWAY if isinstance(error, Unavailable) else None
         return Refused(503, f"{error}; the server must record all replies", code=code)
 
@@ -211,7 +213,7 @@ class Recorder:
             session: name of the session whose turns they are; None: independent completions.
         Raises:
             Refused: the store cannot be written, or the session is over or has another distribution.
-            ValueError: a completion cannot be recorded, for example because its log-probs are not finite.
+            UserError: a completion cannot be recorded, for example because its log-probs are not finite.
         """
         has_prompts = self.options.prompts
         kept = records if has_prompts else list(map(without_prompt, records))

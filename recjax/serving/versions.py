@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from recjax.errors import UserError
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Weights
 from recjax.serving.refusals import Refused
@@ -53,7 +54,7 @@ class Versions:
         async with self._pushing:
             try:
                 params = await asyncio.to_thread(self._pushed, folder)
-            except ValueError as error:
+            except UserError as error:
                 raise Refused(400, f"model_path: {error}", param="model_path") from error
             run, _, version = tag.rpartition("-")
             await self._live.replace_weights(params, int(version))

@@ -8,6 +8,7 @@ import string
 import numpy as np
 
 from recjax.config import ArithmeticTask
+from recjax.errors import UserError
 from recjax.tasks.problems import Problem
 
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -21,7 +22,7 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     The examples before a question have the same kinds and never include the question itself.
 
     Raises:
-        ValueError: the template lacks the question; a kind is not like "10..99 + 10..99", is empty, or has over a
+        UserError: the template lacks the question; a kind is not like "10..99 + 10..99", is empty, or has over a
             million questions; or `worked` is set with kinds other than sums.
     """
     remedy = "must hold {a}, {op} and {b}, without a width or a conversion, and no other names; {op} may be missing if"
@@ -29,32 +30,34 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     try:
         fields = {tuple(field) for _, *field in string.Formatter().parse(config.template) if field[0] is not None}
     except ValueError as error:
-        raise ValueError(f"task.arithmetic.template = {config.template!r} {remedy} ({error})") from error
+        raise UserError(problem=f"task.arithmetic.template = {config.template!r} {remedy} ({error})") from error
     # A width such as {a:>999999999} would make a huge prompt; {a.real} and {a!r} equal {a}.
     operations = {symbol for kind in config.problems for symbol in _OPERATIONS if f" {symbol} " in kind}
     names = ("a", "b") if len(operations) == 1 else ("a", "op", "b")
     if fields | {("op", "", None)} != {(name, "", None) for name in ("a", "op", "b")} or len(fields) < len(names):
-        raise ValueError(f"task.arithmetic.template = {config.template!r} {remedy}")
+        raise UserError(problem=f"task.arithmetic.template = {config.template!r} {remedy}")
     for kind in config.problems if config.worked else ():
         if " + " not in kind:
-            raise ValueError(f"task.arithmetic.problems: {kind!r}: task.arithmetic.worked shows sums only; remove it")
+            raise UserError(
+                "task.arithmetic.problems", f"{kind!r}: task.arithmetic.worked shows sums only", "remove it"
+            )
     kinds: dict[tuple[int, str, int], str] = {}
     for kind in config.problems:
         match = _KIND.fullmatch(kind)
         if not match:
-            raise ValueError(
-                f"task.arithmetic.problems: {kind!r} is not of the form 'A..B op C..D' with op one of + - *"
+            raise UserError(
+                "task.arithmetic.problems", f"{kind!r} is not of the form 'A..B op C..D' with op one of + - *"
             )
         first, last, symbol, other_first, other_last = match.groups()
         first_numbers = range(int(first), int(last) + 1)
         second_numbers = range(int(other_first), int(other_last) + 1)
         if not 0 < (count := len(first_numbers) * len(second_numbers)) <= _LIMIT:
-            raise ValueError(f"task.arithmetic.problems: {kind!r} spans {count} questions; 1 to {_LIMIT}")
+            raise UserError("task.arithmetic.problems", f"{kind!r} spans {count} questions", f"1 to {_LIMIT}")
         for question in itertools.product(first_numbers, symbol, second_numbers):
             kinds.setdefault(question, kind)
     questions = list(kinds)
     if len(questions) <= config.examples + 1:
-        raise ValueError(f"task.arithmetic.problems = {config.problems!r} gives only {len(questions)} questions")
+        raise UserError("task.arithmetic.problems", f"gives only {len(questions)} questions", value=config.problems)
     generator = np.random.default_rng([seed, 0])
     question_texts = [config.template.format(a=a, op=symbol, b=b) for a, symbol, b in questions]
     answers = [worked_sum(a, b) if config.worked else str(_OPERATIONS[symbol](a, b)) for a, symbol, b in questions]

@@ -13,6 +13,7 @@ import pandas as pd
 
 from recjax.cache import cache_folder
 from recjax.config import PASSED, Config, FileTask
+from recjax.errors import UserError
 from recjax.files import UNREADABLE, digest, json_text, short_error, write_whole, writing
 from recjax.tasks.problems import Problem, check_last_message, checked_messages, messages_in
 from recjax.tasks.reading import (
@@ -45,7 +46,7 @@ def file_problems(
         needs_answers: flag; if False, no row of the file may have an answer, and all answers are then empty.
         split: beginning of the files' names in a folder, "train" or "test".
     Raises:
-        ValueError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
+        UserError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
             row (Parquet, from 0), and reason. Or a prompt does not take the system prompt.
     """
     rows = read_data(str(path), "task.file", split)
@@ -60,8 +61,8 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     names = {key: getattr(config, key) for key in ("prompt_column", "answer_column", "difficulty_column")}
     for key, column in names.items():
         if column is not None and row.values.get(column) is None:
-            raise ValueError(
-                f"{row.location}: no {column!r}; the row has"
+            raise UserError(
+                problem=f"{row.location}: no {column!r}; the row has"
                 f" {', '.join(repr(name) for name, value in row.values.items() if value is not None)}."
                 f" Add it, or name another column in task.file.{key}"
                 + ("; null: problems have no answers, for a reward that reads none" * (key == "answer_column"))
@@ -81,14 +82,17 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     if system_prompt is not None:
         # The user, not recjax, must choose between two system messages.
         if isinstance(prompt, str):
-            raise ValueError(
-                f"task.system_prompt is not read by plain text such as {prompt!r:.80}; remove it, or make the prompts"
-                " chats: task.file.chat=true, or lists of messages in the file"
+            raise UserError(
+                problem=f"task.system_prompt is not read by plain text such as {prompt!r:.80}",
+                remedy="remove it, or make the prompts chats: task.file.chat=true, or lists of messages in the file",
             )
         if prompt[0]["role"] == "system":
-            raise ValueError(
-                f"task.system_prompt is given, but the messages {prompt!r:.80}… begin with a system message of their"
-                " own; remove one of the two"
+            raise UserError(
+                problem=(
+                    f"task.system_prompt is given, but the messages {prompt!r:.80}… begin with a system message of"
+                    " their own"
+                ),
+                remedy="remove one of the two",
             )
         prompt = [{"role": "system", "content": system_prompt}, *prompt]
     columns = {name: value for name, value in row.values.items() if name not in (config.prompt_column, column)}
@@ -109,18 +113,20 @@ def keep_rows(rows: Any) -> str:
     Args:
         rows: dicts by column, a pandas DataFrame, or a datasets.Dataset.
     Raises:
-        ValueError: the list has no rows, or a row is not a dict with names of columns; the message numbers rows from 0.
+        UserError: the list has no rows, or a row is not a dict with names of columns; the message numbers rows from 0.
     """
     if isinstance(rows, str | Path):
-        raise ValueError(f"problems = {str(rows)!r:.80}: takes rows; name a file as task.file.train in the config")
+        raise UserError("problems", "takes rows", "name a file as task.file.train in the config", value=str(rows))
     if isinstance(rows, Mapping):
         names = ", ".join(map(repr, rows))
-        raise ValueError(f"problems: takes rows, and this is a mapping of {names:.200}; choose one: problems['train']")
+        raise UserError(
+            "problems", f"takes rows, and this is a mapping of {names:.200}", "choose one: problems['train']"
+        )
     lines = []
     kinds = column_kinds(rows)
     for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
         if not isinstance(row, Mapping):
-            raise ValueError(f"problems: row {number} must be a dict of columns; got {row!r:.80}")
+            raise UserError("problems", f"row {number} must be a dict of columns", f"got {row!r:.80}")
         cells = {}
         for name, value in row.items():
             kind = kinds.get(name)
@@ -141,7 +147,7 @@ def keep_rows(rows: Any) -> str:
             parsed(line.encode(), f"problems: row {number}")
         lines.append(line + "\n")
     if not lines:
-        raise ValueError("problems: there are no rows; pass at least one")
+        raise UserError("problems", "there are no rows", "pass at least one")
     content = "".join(lines).encode()
     path = rows_file(name := f"{PASSED}:{digest(content)}")
     with writing(path):
@@ -177,7 +183,7 @@ def passed_files(config: Config) -> dict[str, Path]:
     """The files of the problems that a program passed, by their names in the config: in the run folder or the cache.
 
     Raises:
-        ValueError: no file has the content of this name.
+        UserError: no file has the content of this name.
     """
     files = {}
     task = config.task.file
@@ -187,11 +193,15 @@ def passed_files(config: Config) -> dict[str, Path]:
         candidates = Path(config.output) / f"problems-{name.partition(':')[2]}.jsonl", rows_file(name)
         matching = [path for path in candidates if path.is_file() and f"{PASSED}:{digest(path.read_bytes())}" == name]
         if name == PASSED:
-            raise ValueError("the config has no task; set one, or pass problems: recjax.run(config, problems=…)")
+            raise UserError(
+                problem="the config has no task", remedy="set one, or pass problems: recjax.run(config, problems=…)"
+            )
         if not matching:
-            raise ValueError(
-                f"task.file = {name!r}: these problems are neither in {candidates[0]} nor in the cache; pass them:"
-                " recjax.run(config, problems=…), or restore the file"
+            raise UserError(
+                "task.file",
+                f"these problems are neither in {candidates[0]} nor in the cache",
+                "pass them: recjax.run(config, problems=…), or restore the file",
+                value=name,
             )
         files[name] = matching[0]
     return files

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recjax.config import ReasoningGymTask
+from recjax.errors import UserError
 from recjax.tasks.grading.gym import check_gym, generated_entries
 from recjax.tasks.problems import Problem, chat
 from recjax.workers import CallFailed, Workers
@@ -34,25 +35,27 @@ def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt:
     """Makes `count` problems, or fewer if the generator repeats questions.
 
     Raises:
-        ValueError: the package or the generator is missing, or the generator refuses its options or has too few
+        UserError: the package or the generator is missing, or the generator refuses its options or has too few
             different questions.
     """
     check_gym(config.name, config.options, config.template)
     needed = config.examples + count
     if needed > _LIMIT:
-        raise ValueError(f"task.reasoning_gym.problems = {config.problems}: with those held out at most {_LIMIT}")
+        raise UserError("task.reasoning_gym.problems", f"with those held out at most {_LIMIT}", value=config.problems)
     entries = _generated(config, needed, seed * _LIMIT)
     if len(entries) <= config.examples:
-        raise ValueError(
-            f"task.reasoning_gym.examples = {config.examples}: {config.name!r} gives {len(entries)} different questions"
-            f" in {needed}; show fewer"
+        raise UserError(
+            "task.reasoning_gym.examples",
+            f"{config.name!r} gives {len(entries)} different questions in {needed}",
+            "show fewer",
+            value=config.examples,
         )
     if len(entries) < needed:
         logger.info("reasoning_gym: %s gave %d different questions in %d", config.name, len(entries), needed)
     shots = entries[: config.examples]
     entries = entries[config.examples :]
     if any(shot["answer"] is None for shot in shots):
-        raise ValueError(f"task.reasoning_gym.examples = {config.examples}: {config.name} has no answers to show")
+        raise UserError("task.reasoning_gym.examples", f"{config.name} has no answers to show", value=config.examples)
     examples = [(config.template.replace("{question}", shot["question"]), shot["answer"]) for shot in shots]
     problems = []
     for entry, label in zip(entries, _difficulties(entries), strict=True):
@@ -78,7 +81,7 @@ def _generated(config: ReasoningGymTask, count: int, seed: int) -> list[dict[str
         try:
             entries = workers.call(generated_entries, config.name, dict(config.options), count, seed).result()
         except CallFailed as error:
-            raise ValueError(f"task.reasoning_gym: the generator {config.name} failed: {error}") from None
+            raise UserError("task.reasoning_gym", f"the generator {config.name} failed: {error}") from None
     for entry in entries:
         different.setdefault(entry["question"], entry)
     return list(different.values())

@@ -17,6 +17,7 @@ import numpy as np
 
 from recjax.algorithms.options import require
 from recjax.config import Config, GradingConfig, MixedTask, OneTask
+from recjax.errors import UserError
 from recjax.tasks import gym, mathematics, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
@@ -66,7 +67,7 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         pool: see `load_problems`.
         function: reward function that a program passed, if one did.
     Raises:
-        ValueError: the data is invalid, or there are too few problems.
+        UserError: the data is invalid, or there are too few problems.
     """
     rewards = load_rewards(config, function)
     train, evaluation = load_problems(config, rewards, pool)
@@ -75,10 +76,10 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         problems = list(itertools.chain(*splits))
         is_shown = pool == "train" and config.warm_start and not config.demonstrations and splits[0]
         if is_shown and not any(problem.answer for problem in splits[0]):
-            raise ValueError("warm_start: trains on answers, and no problem has one; remove it, or give answers")
+            raise UserError("warm_start", "trains on answers, and no problem has one", "remove it, or give answers")
         if clash := reward.weights.keys() & rewards.keys():
             key = f"task.mixture.{min(clash)}"
-            raise ValueError(f"{key}: a part of the reward {reward.name} has the same name; rename the task")
+            raise UserError(key, f"a part of the reward {reward.name} has the same name", "rename the task")
         with _naming(name):
             rewards[name] = with_columns(reward, *splits)
             _check_parts(config, name, rewards[name], problems)
@@ -103,11 +104,13 @@ def _naming(task: str) -> Iterator[None]:
     """Errors about keys of `task` name the keys of this task of a mixture; the name "" has no effect."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         if not task:
             raise
         keys = "|".join(key for key in MixedTask.model_fields if key != "weight")
-        raise ValueError(re.sub(rf"\btask\.(?={keys})", f"task.mixture.{task}.", str(error))) from error
+        texts = (error.where, error.problem, error.remedy)
+        named = [re.sub(rf"\btask\.(?={keys})", f"task.mixture.{task}.", text) for text in texts]
+        raise UserError(*named, value=error.value) from error
 
 
 def _check_parts(config: Config, name: str, reward: Reward, problems: Sequence[Problem]) -> None:
@@ -160,7 +163,7 @@ def load_problems(
         pool: train: there must be enough train problems; held_out: train problems are not used and may be missing; all:
             every problem is held out.
     Raises:
-        ValueError: the data is invalid, or there are too few problems.
+        UserError: the data is invalid, or there are too few problems.
     """
     train = []
     evaluation = []
@@ -193,7 +196,7 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
     """Refuses fewer train problems of a task than a batch may have.
 
     Raises:
-        ValueError: with the remedy.
+        UserError: with the remedy.
     """
     seats = len(config.task.trained_seats)
     counts = Counter(problem.task for problem in problems)
@@ -202,9 +205,12 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
     for name, share in config.task.shares().items():
         if counts[name] < math.ceil(share * needed - 1e-9):
             task, share = (f"task {name}", f", times its share {share:.3g}") if name else ("task", "")
-            raise ValueError(
-                f"the {task} has {counts[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
-                f" {needed:g}{share}; {remedy}"
+            raise UserError(
+                problem=(
+                    f"the {task} has {counts[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
+                    f" {needed:g}{share}"
+                ),
+                remedy=remedy,
             )
 
 
@@ -222,14 +228,17 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
     if reward.name in ("math", "guru_math", "math_dapo"):
         check = pkgutil.resolve_name("recjax.grading.math_answers:check_answer")
         for problem in problems:
-            check(problem.answer)
+            try:
+                check(problem.answer)
+            except ValueError as error:
+                raise UserError(problem=str(error)) from error
     if getattr(reward.function, "__module__", None) == rewards.__name__ and not by_agent:
         answers = [problem.answer for problem in problems]
         try:
             reward.function([""] * len(answers), answers, answers)
-        except ValueError as error:
+        except UserError as error:
             remedy = "correct the answer, or name another task.reward"
-            raise ValueError(f"task.reward = {reward.name!r}: {str(error):.300}; {remedy}") from error
+            raise UserError("task.reward", f"{str(error):.300}", remedy, value=reward.name) from error
 
 
 def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
@@ -277,7 +286,7 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
     """Splits problems into (train, held out); problems with the same prompt or conversation stay together.
 
     Raises:
-        ValueError: there are fewer held-out problems than `evaluation.problems`, or none.
+        UserError: there are fewer held-out problems than `evaluation.problems`, or none.
     """
     keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_of(problem) for problem in problems]
     most = min(len(problems) // 3, MOST_HELD_OUT)
@@ -289,10 +298,11 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
             count += size
     hint = ", or evaluate on all of them with recjax.evaluate --all" if pool == "held_out" else ""
     if pool != "all" and count < (config.evaluation.problems or 1):
-        raise ValueError(
-            f"evaluation.problems = {config.evaluation.problems}: of the task's {len(problems)} problems {count} are"
-            f" held out, a third and at most {MOST_HELD_OUT}; set at most that number, give the task evaluation data of"
-            f" its own{hint}, or add problems"
+        raise UserError(
+            "evaluation.problems",
+            f"of the task's {len(problems)} problems {count} are held out, a third and at most {MOST_HELD_OUT}",
+            f"set at most that number, give the task evaluation data of its own{hint}, or add problems",
+            value=config.evaluation.problems,
         )
     if pool != "all" and config.evaluation.problems is None and count < config.evaluation.most_problems:
         logger.info("evaluating on %d held-out problems, a third of the task's %d%s", count, len(problems), hint)

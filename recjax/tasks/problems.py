@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from recjax.errors import UserError
 from recjax.tasks.grading.reward import MixedReward, Reward
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of an assistant's message, by chat template
@@ -73,12 +74,13 @@ def check_last_message(prompt: str | Sequence[Mapping[str, Any]], location: str)
     Args:
         location: beginning of the message.
     Raises:
-        ValueError: with the remedy.
+        UserError: with the remedy.
     """
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-        raise ValueError(
-            f"{location}: the last message is an assistant's, which recjax does not continue; remove it, or give the"
-            " text to continue as a plain prompt, rendered with the chat template"
+        raise UserError(
+            location,
+            "the last message is an assistant's, which recjax does not continue",
+            "remove it, or give the text to continue as a plain prompt, rendered with the chat template",
         )
 
 
@@ -101,10 +103,10 @@ def checked_messages(messages: Any, location: str) -> list[dict[str, Any]]:
     Args:
         location: beginning of error messages.
     Raises:
-        ValueError: the value is no list of messages; error messages number the messages from 0.
+        UserError: the value is no list of messages; error messages number the messages from 0.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{location} must hold a list of messages with role and content; got {messages!r:.80}")
+        raise UserError(location, "must hold a list of messages with role and content", f"got {messages!r:.80}")
     return [checked_message(message, f"{location}: message {number}") for number, message in enumerate(messages)]
 
 
@@ -114,11 +116,11 @@ def checked_message(message: Any, location: str) -> dict[str, Any]:
     Parts of type text are joined. Null or missing content next to an assistant's tool calls is an empty text.
 
     Raises:
-        ValueError: with the place, the wrong key and its value.
+        UserError: with the place, the wrong key and its value.
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{location}: {message!r:.80} is no message; it has a role, and content")
+        raise UserError(location, f"{message!r:.80} is no message", "it has a role, and content")
     content = message.get("content")
     if isinstance(content, list):
         for content_part in content:
@@ -127,16 +129,12 @@ def checked_message(message: Any, location: str) -> dict[str, Any]:
                 and content_part.get("type") == "text"
                 and isinstance(content_part.get("text"), str)
             ):
-                raise ValueError(
-                    f"{location}: content has {content_part!r:.80}: takes text, or only parts of type text"
-                )
+                raise UserError(location, f"content has {content_part!r:.80}: takes text, or only parts of type text")
         content = "".join(content_part["text"] for content_part in content)
     if content is None and role == "assistant" and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise ValueError(
-            f"{location}: content = {content!r:.80}: takes text, or null next to an assistant's tool_calls"
-        )
+        raise UserError(f"{location}: content", "takes text, or null next to an assistant's tool_calls", value=content)
     return {name: value for name, value in message.items() if value is not None} | {"content": content}
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax import hosts
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.hub.tokenizers import encode_prompts
 from recjax.tasks.problems import REASONING_KEYS, Problem, check_last_message
@@ -75,16 +76,20 @@ def rendered(
     for number, problem in enumerate(problems, first):
         check_last_message(problem.prompt, f"prompt {number}")
     if not reads_variable(tokenizer, "tools") and any("tools" in problem.template for problem in of_chats):
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} reads no tools, which rows of the task"
-            " have in the column 'tools'; take a model for tools, or remove the column"
+        raise UserError(
+            problem=(
+                f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} reads no tools, which rows of the"
+                " task have in the column 'tools'"
+            ),
+            remedy="take a model for tools, or remove the column",
         )
     for number, problem in enumerate(problems, first):
         if _has_key(problem, ("tool_calls",)) and not reads_variable(tokenizer, "tool_calls"):
-            raise ValueError(
-                f"prompt {number}: a message has tool_calls, which the chat template of"
-                f" {tokenizer.name_or_path or 'the tokenizer'} does not write; take a model for tools, or move them"
-                " into the content"
+            raise UserError(
+                f"prompt {number}",
+                f"a message has tool_calls, which the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+                " does not write",
+                "take a model for tools, or move them into the content",
             )
     chats = [problem.prompt for problem in of_chats]
     variables = [problem.template for problem in of_chats]
@@ -114,7 +119,7 @@ def encode_problems(
         max_tokens: number of tokens to pad to; None: length of the longest prompt.
         vocabulary: number of rows of the model's embedding; None checks no ids.
     Raises:
-        ValueError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
+        UserError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
     """
     # transformers passes each of the keys under the names of the others.
     reads_reasoning = any(reads_variable(tokenizer, name) for name in REASONING_KEYS)
@@ -132,9 +137,10 @@ def encode_problems(
     longest = max(map(len, encoded))
     for text, ids in zip(texts, encoded, strict=True):
         if max_tokens is not None and len(ids) > max_tokens:
-            raise ValueError(
-                f"prompt {text!r:.80} has {len(ids)} tokens, more than rollout.max_prompt_tokens = {max_tokens}; the"
-                f" longest has {longest}: raise the limit, or leave such prompts out with rollout.long_prompts=drop"
+            raise UserError(
+                f"prompt {text!r:.80}",
+                f"has {len(ids)} tokens, more than rollout.max_prompt_tokens = {max_tokens}",
+                f"the longest has {longest}: raise the limit, or leave such prompts out with rollout.long_prompts=drop",
             )
     mask = np.arange(max_tokens or longest) < np.array([[len(ids)] for ids in encoded])
     tokens = np.zeros(mask.shape, np.int32)

@@ -1,6 +1,7 @@
 """Reads rows of problems from users' files and from data sets of the Hugging Face hub."""
 
 import codecs
+import contextlib
 import glob
 import gzip
 import json
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config.fields import wrong_with_variables
+from recjax.errors import UserError
 from recjax.files import UNREADABLE, short_error
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class FileRow(NamedTuple):
         """The text of a column.
 
         Raises:
-            ValueError: the column is missing, blank or not text; the message names the row.
+            UserError: the column is missing, blank or not text; the message names the row.
         """
         value = self.values.get(column)
         if not isinstance(value, str) or not value.strip():
@@ -56,7 +58,7 @@ class FileRow(NamedTuple):
         Args:
             value: text or number from the column, or from a part of the column.
         Raises:
-            ValueError: the value is neither text nor a finite number; the message names the row.
+            UserError: the value is neither text nor a finite number; the message names the row.
         """
         text = as_text(value)
         if text is None:
@@ -64,9 +66,9 @@ class FileRow(NamedTuple):
             raise self.error(column, f"must hold text or a number, which is finite; got {value!r:.80}{remedy}")
         return text
 
-    def error(self, column: str, reason: str) -> ValueError:
+    def error(self, column: str, reason: str) -> UserError:
         """The exception for an invalid column of this row."""
-        return ValueError(f"{self.location}: column {column!r} {reason}")
+        return UserError(f"{self.location}: column {column!r}", reason)
 
 
 def as_text(value: Any) -> str | None:
@@ -126,7 +128,7 @@ def native(value: Any, kind: Any, drops_nulls: bool = False) -> Any:
         kind: Arrow's type of the value, or the name of a dtype.
         drops_nulls: flag to leave out the nulls that a table adds to objects for the keys of other rows.
     Raises:
-        ValueError: a text of type JSON is not valid.
+        UserError: a text of type JSON is not valid.
     """
     if str(kind) == "extension<arrow.json>":
         return _decode(value) if isinstance(value, str) else value
@@ -152,7 +154,7 @@ def template_of(row: FileRow) -> dict[str, Any]:
     Both columns hold objects or JSON text.
 
     Raises:
-        ValueError: a column holds anything else; the message names the row.
+        UserError: a column holds anything else; the message names the row.
     """
     cells = {name: row.values.get(name) for name in TEMPLATE_COLUMNS}
     for name, value in cells.items():
@@ -181,29 +183,29 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
         key: config key that names the file, for error messages.
         narrow_lists: flag to apply `native` to lists of numbers, which takes long for log-probs.
     Raises:
-        ValueError: the file is missing, empty or damaged, or a row is not an object; the message names file and line
+        UserError: the file is missing, empty or damaged, or a row is not an object; the message names file and line
             (JSON Lines, from 1) or row (from 0).
     """
     where = f"{key}: {file}"
     if not file.is_file():
         problem = f"is a folder; name a file in it. {_CONVERTED}" if file.is_dir() else "there is no such file"
-        raise ValueError(f"{where}: {problem}")
+        raise UserError(where, problem)
     ending = ENDING.search(file.name)
     if not ending:
-        raise ValueError(f"{where}: give a .jsonl or .parquet file {MORE_ENDINGS}; {_CONVERTED}")
+        raise UserError(where, f"give a .jsonl or .parquet file {MORE_ENDINGS}", _CONVERTED)
     if ending[2]:
         rows = list(_parquet_rows(file, where, narrow_lists))
     else:
         content = _unpacked(file, where) if file.suffix.lower() == ".gz" else file.read_bytes()
         if kind := next((name for first, name in _FORMATS.items() if content.startswith(first)), None):
-            raise ValueError(f"{where}: holds {kind} data; give the file the ending of this format, or unpack it")
+            raise UserError(where, f"holds {kind} data", "give the file the ending of this format, or unpack it")
         content = content.removeprefix(codecs.BOM_UTF8)
         rows = _rows_of_text(content, where, may_be_a_list=ending[1].lower() == "json")
     if not rows:
-        raise ValueError(f"{where}: the file holds no rows")
+        raise UserError(where, "the file holds no rows")
     for values, location in rows:
         if not isinstance(values, dict):
-            raise ValueError(f"{location}: a row must be an object with named columns; got {values!r:.80}")
+            raise UserError(location, "a row must be an object with named columns", f"got {values!r:.80}")
     if not ending[2]:
         _remove_added_nulls(rows, where)
     return rows
@@ -214,22 +216,34 @@ def _parquet_rows(file: Path, where: str, narrow_lists: bool) -> Iterator[FileRo
     import pyarrow.parquet as pq  # JSON Lines do not need it
 
     number = 0
-    try:
-        # An open file: pyarrow reads some names as addresses.
-        with file.open("rb") as opened:
+    # An open file: pyarrow reads some names as addresses.
+    with file.open("rb") as opened:
+        with _reading_parquet(where):
             table = pq.ParquetFile(opened)
             names = table.schema_arrow.names
-            if repeated := next((name for name in names if names.count(name) > 1), None):
-                raise ValueError(f"the column {repeated!r} is given twice; remove one")
-            kinds = column_kinds(table.schema_arrow)
-            for batch in table.iter_batches(_ROWS_AT_ONCE):
-                columns = [_cells(batch.column(name), name, kinds[name], narrow_lists) for name in names]
-                for values in zip(*columns, strict=True):
-                    yield FileRow(dict(zip(names, values, strict=True)), f"{where}: row {number}")
-                    number += 1
-    except Exception as error:  # Arrow raises many types for damaged or encrypted files
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(where, f"the column {repeated!r} is given twice", "remove one")
+        kinds = column_kinds(table.schema_arrow)
+        batches = table.iter_batches(_ROWS_AT_ONCE)
+        while True:
+            with _reading_parquet(where):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            columns = [_cells(batch.column(name), name, kinds[name], narrow_lists) for name in names]
+            for values in zip(*columns, strict=True):
+                yield FileRow(dict(zip(names, values, strict=True)), f"{where}: row {number}")
+                number += 1
+
+
+@contextlib.contextmanager
+def _reading_parquet(where: str) -> Iterator[None]:
+    """Explains an error of Arrow, which raises many types for damaged or encrypted files."""
+    try:
+        yield
+    except Exception as error:
         reason = str(error).strip() or type(error).__name__
-        raise ValueError(f"{where}: cannot be read as Parquet ({reason:.300}); write the file again") from error
+        raise UserError(where, f"cannot be read as Parquet ({reason:.300})", "write the file again") from error
 
 
 def _cells(column: Any, name: str, kind: Any, narrow_lists: bool) -> list[Any]:
@@ -302,7 +316,7 @@ def read_data(where: str, key: str, split: str) -> list[FileRow]:
         key: config key, for error messages.
         split: beginning of the files' names in a folder, "train" or "test".
     Raises:
-        ValueError: see `read_file`; or the folder has no such file, or no file has a name of the pattern.
+        UserError: see `read_file`; or the folder has no such file, or no file has a name of the pattern.
     """
     path = Path(where)
     if path.is_dir():
@@ -311,7 +325,7 @@ def read_data(where: str, key: str, split: str) -> list[FileRow]:
         return read_file(path, key)
     paths = sorted(each for each in map(Path, glob.glob(where, recursive=True)) if each.is_file())
     if not paths:
-        raise ValueError(f"{key}: {where}: no file has a name of this pattern; correct it")
+        raise UserError(key, f"{where}: no file has a name of this pattern", "correct it")
     return [row for path in paths for row in read_file(path, key)]
 
 
@@ -325,7 +339,7 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
         split: name of the split, "train" or "test".
         key: config key, for error messages.
     Raises:
-        ValueError: the files are missing, the hub cannot be reached, or a file is damaged.
+        UserError: the files are missing, the hub cannot be reached, or a file is damaged.
     """
     path = Path(where)
     folder = path
@@ -337,10 +351,13 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
         try:
             folder = Path(huggingface_hub.snapshot_download(where, repo_type="dataset", allow_patterns=[files]))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{key} = {where!r} is no local folder or file, and the Hugging Face hub did not serve the data set"
-                f" ({str(error).splitlines()[0]}); where there is a network, `hf download {where} --repo-type dataset"
-                f" --include '{files}' --local-dir FOLDER` fetches it: then give {key}=FOLDER"
+            raise UserError(
+                f"{key}",
+                "is no local folder or file, and the Hugging Face hub did not serve the data set"
+                f" ({str(error).splitlines()[0]})",
+                f"where there is a network, `hf download {where} --repo-type dataset --include '{files}'"
+                f" --local-dir FOLDER` fetches it: then give {key}=FOLDER",
+                value=where,
             ) from error
     # Read only the first kind found: a folder may hold the same rows in several formats, and .json files without rows.
     kinds = [("parquet", "jsonl"), ("ndjson",), ("jsonl.gz", "ndjson.gz"), ("json",), ("json.gz",)]
@@ -349,9 +366,10 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
     paths = next(filter(None, globbed), None)
     if not paths:
         sought = dict.fromkeys((files, f"{split}*.parquet", f"{split}*.jsonl"))
-        raise ValueError(
-            f"{key}: the folder {folder} holds, in it or in data/, no {', no '.join(sought)} {MORE_ENDINGS}; name a"
-            f" file, or a pattern such as {folder}/*.parquet; {_CONVERTED}"
+        raise UserError(
+            key,
+            f"the folder {folder} holds, in it or in data/, no {', no '.join(sought)} {MORE_ENDINGS}",
+            f"name a file, or a pattern such as {folder}/*.parquet; {_CONVERTED}",
         )
     return [row for file in paths for row in read_file(file, key)]
 
@@ -364,9 +382,9 @@ def _unpacked(file: Path, where: str) -> bytes:
             while line := packed.readline(_LONGEST_LINE):
                 lines.append(line)
                 if len(line) == _LONGEST_LINE:
-                    raise ValueError(f"{where}: line {len(lines)} has {_LONGEST_LINE} bytes or more; remove it")
+                    raise UserError(where, f"line {len(lines)} has {_LONGEST_LINE} bytes or more", "remove it")
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{where}: cannot be read as gzip ({error}); write the file again") from error
+        raise UserError(where, f"cannot be read as gzip ({error})", "write the file again") from error
     return b"".join(lines)
 
 
@@ -374,7 +392,7 @@ def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileR
     if may_be_a_list and not (content.lstrip().startswith(b"{") and b"\n{" in content):
         rows = parsed(content, where) if content.strip() else []
         if not isinstance(rows, list):
-            raise ValueError(f"{where}: must hold one list of rows, or several rows of one line each; got {rows!r:.80}")
+            raise UserError(where, "must hold one list of rows, or several rows of one line each", f"got {rows!r:.80}")
         return [FileRow(value, f"{where}: row {index}") for index, value in enumerate(rows)]
     # Libraries name neither the line of a syntax error nor a column whose type changes, so parse each line here.
     lines = enumerate(content.split(b"\n"), start=1)
@@ -415,7 +433,7 @@ def parsed(line: bytes, location: str) -> Any:
     """The value of JSON text.
 
     Raises:
-        ValueError: it is no JSON, is not UTF-8, repeats a key or has half of a character; the message has `location`.
+        UserError: it is no JSON, is not UTF-8, repeats a key or has half of a character; the message has `location`.
     """
     try:
         text = line.decode("utf-8")
@@ -423,17 +441,17 @@ def parsed(line: bytes, location: str) -> Any:
         if "\\ud" in text.casefold():
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{location}: byte {error.start} is not UTF-8 ({error.reason}); save the file as UTF-8"
+        raise UserError(
+            location, f"byte {error.start} is not UTF-8 ({error.reason})", "save the file as UTF-8"
         ) from error
     except UnicodeEncodeError as error:
-        raise ValueError(f"{location}: has half of a character, {error.object[error.start]!r}; remove it") from error
+        raise UserError(location, f"has half of a character, {error.object[error.start]!r}", "remove it") from error
     except RecursionError as error:
-        raise ValueError(f"{location}: is nested too deeply; give rows of plain columns") from error
+        raise UserError(location, "is nested too deeply", "give rows of plain columns") from error
     except KeyError as error:
-        raise ValueError(f"{location}: the key {error} is given twice; remove one") from error
+        raise UserError(location, f"the key {error} is given twice", "remove one") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{location}: not valid JSON ({error})") from error
+        raise UserError(location, f"not valid JSON ({error})") from error
     except ValueError as error:
-        raise ValueError(f"{location}: has a number that is too long ({error})") from error
+        raise UserError(location, f"has a number that is too long ({error})") from error
     return values

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from recjax.errors import UserError
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 
 # Thousands separators belong to the number: the last number of "1,234" is not 234. Longer exponents do not match.
@@ -28,7 +29,7 @@ def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Se
     """1 if the completion is a single number with the value of the answer.
 
     Raises:
-        ValueError: an answer is not a number.
+        UserError: an answer is not a number.
     """
     return _compared(
         _number, "number_match needs answers that are numbers", _answer_texts(prompts, completions), answers
@@ -39,7 +40,7 @@ def last_number_match(prompts: Sequence[str], completions: Sequence[str], answer
     """1 if the last number in the completion equals the last number in the answer.
 
     Raises:
-        ValueError: an answer contains no number.
+        UserError: an answer contains no number.
     """
     need = "last_number_match needs answers that hold a number"
 
@@ -60,7 +61,7 @@ def _compared(
 ) -> list[float]:
     expected = [number_in(answer) for answer in answers]
     if None in expected:
-        raise ValueError(f"{need}; got {answers[expected.index(None)]!r}")
+        raise UserError(problem=need, remedy=f"got {answers[expected.index(None)]!r}")
     return [float(number_in(text) == number) for text, number in zip(completions, expected, strict=True)]
 
 

@@ -20,6 +20,7 @@ from recjax import files, hosts
 from recjax.algorithms.options import did_you_mean
 from recjax.cache import cache_folder
 from recjax.config import Config, TrainingConfig
+from recjax.errors import UserError
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.records import groups_from_bytes, groups_to_bytes
 from recjax.files import short_error
@@ -51,7 +52,7 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
         state: run state between two steps, with all grades in its queue.
         older: steps of checkpoints to keep, because an agent's frozen seats read their weights.
     Raises:
-        ValueError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
+        UserError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
             `training.keep_best`.
     """
     waiting, queue = to_plain(state.queue)
@@ -79,9 +80,10 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
             files.write_manifest(folder / str(state.step))
     except Exception as error:
         # Tensorstore raises its own exception types, for example for a full disk.
-        raise ValueError(
-            f"{folder}: the checkpoint of step {state.step} cannot be written ({short_error(error)}); free space, or"
-            " allow writing there; the same command then resumes from the previous checkpoint"
+        raise UserError(
+            folder,
+            f"the checkpoint of step {state.step} cannot be written ({short_error(error)})",
+            "free space, or allow writing there; the same command then resumes from the previous checkpoint",
         ) from error
     hosts.wait_for_all("the checkpoint's manifest")
     best = training.keep_best and hosts.from_first(lambda: best_step(folder.parent, training.keep_best))
@@ -134,7 +136,7 @@ def best_step(run: Path, metric: str) -> int:
     Args:
         metric: name in metrics.jsonl, with - in front if lower is better.
     Raises:
-        ValueError: no checkpoint has a step with this metric.
+        UserError: no checkpoint has a step with this metric.
     """
     name = metric.removeprefix("-")
     rows = read_metrics(run / "metrics.jsonl")
@@ -144,7 +146,7 @@ def best_step(run: Path, metric: str) -> int:
     # Only evaluations have metrics before the first step.
     if not values and (len(rows) > 1 or name.startswith("evaluation/")):
         remedy = f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}"
-        raise ValueError(f"metric {metric!r} (training.keep_best): {remedy}")
+        raise UserError(f"metric {metric!r} (training.keep_best)", remedy)
     return max(values, key=lambda step: -values[step] if metric != name else values[step], default=0)
 
 
@@ -155,15 +157,16 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         trained, behavior_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
             `behavior_params` is used only if the checkpoint has the sampler's copy.
     Raises:
-        ValueError: the checkpoint has another format or cannot be read.
+        UserError: the checkpoint has another format or cannot be read.
     """
     step = manager.latest_step()
     name = f"{manager.directory}: the checkpoint of step {step}"
     plain = progress(Path(manager.directory), step)
     if plain.get("format") != CHECKPOINT_FORMAT:
-        raise ValueError(
-            f"{name} has the format of another version of recjax; resume the run with the recjax that wrote it, or"
-            " give another output=…"
+        raise UserError(
+            name,
+            "has the format of another version of recjax",
+            "resume the run with the recjax that wrote it, or give another output=…",
         )
     copied, in_batch = ((Path(manager.directory) / str(step) / item).exists() for item in (COPY, BATCH))
     items = {
@@ -176,8 +179,8 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:
         # The manifest was checked, so the cause is the model or the code.
-        raise ValueError(
-            f"{name} cannot be read ({short_error(error)}); if the model or the problems have changed, restore them"
+        raise UserError(
+            name, f"cannot be read ({short_error(error)})", "if the model or the problems have changed, restore them"
         ) from error
     groups = np.asarray(restored["groups"]["parquet"]).tobytes() if plain["groups"] else b""
     batch = restored[BATCH] if in_batch else {}
@@ -201,7 +204,7 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
         fresh: state before a first step, on the devices.
         new_average: keep the average of `fresh`, which is the policy before the first step.
     Raises:
-        ValueError: the checkpoint has another optimizer, or cannot be read.
+        UserError: the checkpoint has another optimizer, or cannot be read.
     """
     like = {"optimizer_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)}
     arguments = ocp.args.PyTreeRestore(
@@ -213,7 +216,7 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
             state = checkpointer.restore(folder.absolute(), args=arguments)["optimizer_state"]
     except Exception as error:
         remedy = "set optimizer.state=new to begin with a new state"
-        raise ValueError(f"{folder}: its optimizer state does not fit ({short_error(error)}); {remedy}") from error
+        raise UserError(folder, f"its optimizer state does not fit ({short_error(error)})", remedy) from error
     begins = (optax.ScaleByScheduleState, Averaged) if new_average else optax.ScaleByScheduleState
     is_new = lambda node: isinstance(node, begins)  # noqa: E731
     return jax.tree.map(lambda new, old: new if is_new(new) else old, fresh, state, is_leaf=is_new)
@@ -235,18 +238,18 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     """The JSON part of a checkpoint: format, version, the queue's numbers, totals.
 
     Raises:
-        ValueError: the file cannot be read.
+        UserError: the file cannot be read.
     """
     path = folder / str(step) / "progress" / "metadata"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: it cannot be read ({error})") from error
+        raise UserError(path, f"is damaged: it cannot be read ({error})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it is not a JSON object")
+        raise UserError(path, "is damaged: it is not a JSON object")
     if content.get("step", step) != step:
-        raise ValueError(
-            f"{folder / str(step)} is a copy of the checkpoint of step {content['step']}; delete it, or rename it"
+        raise UserError(
+            folder / str(step), f"is a copy of the checkpoint of step {content['step']}", "delete it, or rename it"
         )
     return content
 
@@ -259,7 +262,7 @@ def check_data(config: Config, step: int, data: dict[str, str], output: Path | N
         output: folder of a stage of the run; None: the run's own.
         data: result of `data_digests`.
     Raises:
-        ValueError: a store or problems have changed.
+        UserError: a store or problems have changed.
     """
     known = progress((output or Path(config.output)) / "checkpoints", step).get("totals", {}).get("data", {})
     rates = f" and the pass rates in {cache_folder('pass_rates')}" if config.task.keep else ""
@@ -269,10 +272,12 @@ def check_data(config: Config, step: int, data: dict[str, str], output: Path | N
         if known.get(name, digest) != digest
     ]
     if changed:
-        raise ValueError(
-            f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}. Restore"
-            f" the data{rates}, or continue with the new data in a new run: another output=… with"
-            f" model.run={config.output!r}"
+        raise UserError(
+            problem=(
+                f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}."
+                f" Restore the data{rates}, or continue with the new data in a new run: another output=… with"
+                f" model.run={config.output!r}"
+            )
         )
 
 
@@ -284,7 +289,7 @@ def check_weight_digests(config: Config, step: int, weights: dict[str, str], rea
         weights: result of `weight_digests`.
         read: True if the run still reads parameters of its initial policy.
     Raises:
-        ValueError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
+        UserError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
             if the run reads them no more, a warning names them instead.
     """
     known = progress(Path(config.output) / "checkpoints", step).get("totals", {}).get("weights", {})
@@ -293,7 +298,7 @@ def check_weight_digests(config: Config, step: int, weights: dict[str, str], rea
         words = f"{name}: the weights changed since this run began ({known[name]} then, {weights[name]} now)"
         is_stored = config.warm_start is None and (config.model.path is not None or config.model.run is not None)
         if name != BASE or (read and is_stored):
-            raise ValueError(f"{words}; restore them, or begin again with --overwrite or another output=…")
+            raise UserError(problem=words, remedy="restore them, or begin again with --overwrite or another output=…")
         logger.warning("%s; the run keeps the weights of its checkpoint", words)
 
 
@@ -304,7 +309,7 @@ def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
         try:
             files.check_manifest(folder / str(step))
             return step, damaged
-        except ValueError as error:
+        except UserError as error:
             damaged[step] = str(error)
     return None, damaged
 
@@ -316,7 +321,7 @@ def set_damaged_aside(folder: Path) -> None:
     starts again, and no work is lost.
 
     Raises:
-        ValueError: there are checkpoints, but none is whole; they stay in place.
+        UserError: there are checkpoints, but none is whole; they stay in place.
     """
     refused = None
     if hosts.is_first() and folder.is_dir():
@@ -337,15 +342,14 @@ def set_damaged_aside(folder: Path) -> None:
                 )
                 logger.warning("checkpoint of step %d: %s; moved to %s, and %s", step, reason, aside, back)
     if hosts.any_says(refused is not None):
-        raise refused or ValueError(f"{folder}: no checkpoint is whole; see the log of process 0")
+        raise refused or UserError(folder, "no checkpoint is whole", "see the log of process 0")
 
 
-def none_whole(folder: Path, damaged: dict[int, str]) -> ValueError:
+def none_whole(folder: Path, damaged: dict[int, str]) -> UserError:
     """The error for a folder without a whole checkpoint."""
     reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-    return ValueError(
-        f"{folder}: no checkpoint is whole ({reasons}); restore one from a copy, or start again with --overwrite"
-    )
+    remedy = "restore one from a copy, or start again with --overwrite"
+    return UserError(folder, f"no checkpoint is whole ({reasons})", remedy)
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

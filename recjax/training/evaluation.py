@@ -18,6 +18,7 @@ from recjax import hosts
 from recjax.cache import cache_folder
 from recjax.config import Config, EvaluationConfig
 from recjax.console import progress_bar
+from recjax.errors import UserError
 from recjax.experience.batch import answered_shape, pad
 from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import freely_routed, score
@@ -72,7 +73,7 @@ def answered(
         done: indices of first prompts of parts that are not sampled.
         version: optimizer updates of `params`; None: `step`.
     Raises:
-        ValueError: every agent of the whole evaluation failed through its own mistake.
+        UserError: every agent of the whole evaluation failed through its own mistake.
     """
     settings = config.evaluation
     size = config.rollout.prompts_per_step
@@ -110,9 +111,11 @@ def answered(
             held = None
             yield answers
     if held and sum(len(answers.groups) for answers in held) * settings.samples > 1:
-        raise ValueError(
-            f"task.agent = {config.task.agent!r}: all agents of the evaluation failed, the last with"
-            f" {agents.last_failure}; correct the agent, or set task.agent_failure_reward"
+        raise UserError(
+            "task.agent",
+            f"all agents of the evaluation failed, the last with {agents.last_failure}",
+            "correct the agent, or set task.agent_failure_reward",
+            value=config.task.agent,
         )
     yield from held or ()
 
@@ -244,7 +247,7 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
     Args:
         params: all parameters in the dtype that they compute in.
     Raises:
-        ValueError: too few problems remain, or the cache cannot be written.
+        UserError: too few problems remain, or the cache cannot be written.
     """
     keep = config.task.keep
     rollout = config.rollout

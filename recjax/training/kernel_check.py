@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from recjax.errors import UserError
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.models.decoder import Decoder
@@ -42,7 +43,7 @@ def check_kernels(decoder: Decoder, params: dict, batch: Batch, layout: Layout, 
     Returns:
         False if the batch has no tokens.
     Raises:
-        ValueError: the kernels' log-probs are further from exact ones than rounding explains.
+        UserError: the kernels' log-probs are further from exact ones than rounding explains.
     """
     row, real = _longest_row(batch, layout)
     if not real.any():
@@ -63,9 +64,11 @@ def check_kernels(decoder: Decoder, params: dict, batch: Batch, layout: Layout, 
         remedy += " and model.joined_projections=false"
     figures = f"root mean square over {int(real.sum())} tokens of the first batch"
     if not apart <= MOST_APART + TIMES * rounding:
-        raise ValueError(
-            f"{chosen}: log-probs are {apart:.3g} nats from exact ones ({figures}), and those by plain attention"
-            f" {rounding:.3g}. The kernel is wrong on {jax.devices()[0].device_kind}; set {remedy}"
+        raise UserError(
+            chosen,
+            f"log-probs are {apart:.3g} nats from exact ones ({figures}), and those by plain attention"
+            f" {rounding:.3g}. The kernel is wrong on {jax.devices()[0].device_kind}",
+            f"set {remedy}",
         )
     message = "%s: log-probs are %.2g nats from exact ones, by plain attention %.2g (%s)"
     logger.info(message, chosen, apart, rounding, figures)

@@ -18,6 +18,7 @@ from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.config.fields import value_of
 from recjax.console import under_way
+from recjax.errors import UserError
 from recjax.experience.batch import (
     Batch,
     check_graded_parts,
@@ -54,8 +55,8 @@ def train_steps(run: Run, state: State) -> State:
     """Makes the steps after the state's, up to the last one; returns the last state.
 
     Raises:
-        FloatingPointError: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
-        RuntimeError: the config drops all groups that are sampled, or a generator dies repeatedly.
+        BadStep: a loss or gradient that is not finite, or impossible tokens; the checkpoints before it stay.
+        UserError: the config drops all groups that are sampled, or a generator dies repeatedly.
         Preempted: on a signal or a request of `on_step`, after the current step and its checkpoint.
     """
     config = run.config
@@ -129,7 +130,7 @@ def next_groups(run: Run, state: State, step: int) -> State:
     The state has no groups if a signal arrived while an endless source waited.
 
     Raises:
-        RuntimeError: too many rounds have gone by without enough groups to train on.
+        UserError: too many rounds have gone by without enough groups to train on.
     """
     source = run.source
     settings = run.settings
@@ -154,7 +155,7 @@ def next_groups(run: Run, state: State, step: int) -> State:
         if source.endless and run.stopping:
             return state
         if idle >= settings.idle_rounds and not source.endless:
-            raise RuntimeError(f"step {step}: {_too_few(run, queue.counts - before.counts)}")
+            raise UserError(f"step {step}", _too_few(run, queue.counts - before.counts))
 
 
 def _too_few(run: Run, removed: Counter[str]) -> str:

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from recjax.config import MeshConfig
+from recjax.errors import UserError
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import AnyMesh
 
@@ -18,7 +19,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = N
         devices: devices of the mesh, for example of a topology to compile for; None: all devices of all hosts; a
             number: an abstract mesh of as many absent devices.
     Raises:
-        ValueError: the product of the sizes is not the number of devices.
+        UserError: the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     is_absent = isinstance(devices, int)
@@ -28,9 +29,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = N
     product = math.prod(size for size in sizes.values() if size != -1)
     has_rest = -1 in sizes.values()
     if count % product or (not has_rest and product != count):
-        raise ValueError(
-            f"mesh: {shown}: {product} does not {'divide' if has_rest else 'equal'} the number of devices, {count};"
-            " set sizes with this product, or set one of them to -1 for the remaining devices"
+        raise UserError(
+            "mesh",
+            f"{shown}: {product} does not {'divide' if has_rest else 'equal'} the number of devices, {count}",
+            "set sizes with this product, or set one of them to -1 for the remaining devices",
         )
     shape = tuple(count // product if size == -1 else size for size in sizes.values())
     axes = {"axis_names": tuple(sizes), "axis_types": (AxisType.Auto,) * len(sizes)}
@@ -45,10 +47,10 @@ def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
     Args:
         mesh: mesh to check; an empty mesh, which is JAX's default, fits any model.
     Raises:
-        ValueError: an axis does not divide a dimension of the model; the message names both and the axis's size.
+        UserError: an axis does not divide a dimension of the model; the message names both and the axis's size.
     """
     if mesh.shape.get("expert", 1) > 1 and decoder.experts is None:
-        raise ValueError(f"mesh.expert = {mesh.shape['expert']}: the model has no experts; set 1")
+        raise UserError("mesh.expert", "the model has no experts", "set 1", value=mesh.shape["expert"])
     for axis, whole, what in (
         ("expert", decoder.experts.count if decoder.experts else 1, "experts"),
         ("tensor", decoder.num_heads, "attention heads"),
@@ -58,7 +60,9 @@ def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
         size = mesh.shape.get(axis, 1)
         if whole % size:
             largest = math.gcd(whole, mesh.size)
-            raise ValueError(
-                f"mesh.{axis} = {size} does not divide the model's {whole} {what}; set {largest}, which also divides"
-                f" the {mesh.size} devices, or another common divisor"
+            raise UserError(
+                f"mesh.{axis}",
+                f"does not divide the model's {whole} {what}",
+                f"set {largest}, which also divides the {mesh.size} devices, or another common divisor",
+                value=size,
             )

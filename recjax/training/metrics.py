@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from recjax import console, hosts
 from recjax.algorithms.diagnostics import staleness
+from recjax.errors import UserError
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.group import has_sets
 from recjax.files import digest, json_text, write_whole, writing
@@ -29,6 +30,10 @@ from recjax.training.tracking import Trackers
 Written = list  # size in bytes and checksum of a file's content
 
 logger = logging.getLogger(__name__)
+
+
+class BadStep(UserError, FloatingPointError):
+    """A training step with a loss, gradient or update that is not finite, or with impossible tokens."""
 
 
 class MetricsWriter(contextlib.AbstractContextManager):
@@ -63,7 +68,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             refuses_impossible: whether tokens of probability 0 are an error.
             remedy: remedy for numbers that are not finite.
         Raises:
-            ValueError: a line of metrics.jsonl is not a row, or the file cannot be written.
+            UserError: a line of metrics.jsonl is not a row, or the file cannot be written.
         """
         self._path = output / "metrics.jsonl"
         self._trackers = trackers
@@ -125,7 +130,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """Waits for the numbers of the held row, if there is one, then writes and shows the row.
 
         Raises:
-            FloatingPointError: see `read`; the row is not written.
+            BadStep: see `read`; the row is not written.
         """
         if self._held is None:
             return
@@ -141,7 +146,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """The row with device scalars converted to floats; waits for the device.
 
         Raises:
-            FloatingPointError: the step's loss, gradient or update is not finite, or it has tokens of probability 0 and
+            BadStep: the step's loss, gradient or update is not finite, or it has tokens of probability 0 and
                 they are an error.
         """
         with self._phases.phase("update"):
@@ -160,9 +165,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
         if bad:
             good = self._manager.latest_step()
             folder = self._manager.directory
-            raise FloatingPointError(
-                f"step {row['step']}: {', '.join(f'{name} = {row[name]:g}' for name in bad)}. The run"
-                f" discards this step; its last good checkpoint is of step {good} in {folder}. {remedy}"
+            values = ", ".join(f"{name} = {row[name]:g}" for name in bad)
+            raise BadStep(
+                f"step {row['step']}",
+                f"{values}. The run discards this step",
+                f"its last good checkpoint is of step {good} in {folder}. {remedy}",
             )
         return row
 
@@ -211,7 +218,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     An incomplete last line does not count: its write is not finished, or a kill cut it short.
 
     Raises:
-        ValueError: another line is not a row.
+        UserError: another line is not a row.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     return [_row(line, f"{path}: line {number}") for number, line in enumerate(lines[:-1], 1)]
@@ -225,9 +232,10 @@ def _row(line: bytes, location: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = str(error)
     if reason:
-        raise ValueError(
-            f"{location} is not a row of metrics ({reason}): {line[:60]!r}; restore the file from a copy, or remove the"
-            " line; a run resumes without it"
+        raise UserError(
+            location,
+            f"is not a row of metrics ({reason}): {line[:60]!r}",
+            "restore the file from a copy, or remove the line; a run resumes without it",
         )
     return {name: value for name, value in row.items() if value is not None}
 

@@ -20,6 +20,7 @@ from recjax.config import PASSED, Config, ModelConfig, make_config, unknown_keys
 from recjax.config.model import POLICY
 from recjax.config.yaml_values import read_yaml_file
 from recjax.console import progress_bar, under_way
+from recjax.errors import UserError
 from recjax.files import check_manifest
 from recjax.hub.chat_rendering import CHAT_DATE, set_template_kwargs
 from recjax.hub.export import COMPANION_FILES, check_output, export_model, write_adapters, write_base
@@ -90,7 +91,7 @@ def open_policy(source: str | Path | None, config: Config | None = None, step: i
             None: a run's policy as its checkpoint has it, with float32 parameters as NumPy arrays on the host.
         step: step of a run's checkpoint, or "best": the highest evaluation/accuracy.
     Raises:
-        ValueError: the checkpoint or model does not exist or does not fit the mesh, or the model or task of the run
+        UserError: the checkpoint or model does not exist or does not fit the mesh, or the model or task of the run
             has changed.
     """
     run, name = split_step(source or "base")
@@ -114,8 +115,8 @@ def open_policy(source: str | Path | None, config: Config | None = None, step: i
         model = {"path": str(source), "decoder": None, "run": None, "adapter": None}
         try:
             opened = _untrained_policy(_with_model(config, model).model_copy(update={"warm_start": None}))
-        except ValueError as error:
-            raise ValueError(f"{source} is neither a run's folder nor a model: {error}") from error
+        except UserError as error:
+            raise UserError(source, f"is neither a run's folder nor a model: {error}") from error
     return opened._replace(params=for_sampling(opened.policy, opened.params))
 
 
@@ -132,7 +133,7 @@ def _untrained_policy(config: Config) -> OpenedPolicy:
     stage = Path(config.output) / FOLDER
     step = config.warm_start.steps
     if step not in steps_of(stage / "checkpoints"):
-        raise ValueError(f"{stage} holds no finished warm start; train this config first")
+        raise UserError(stage, "holds no finished warm start", "train this config first")
     policy, read_params = checkpoint_reader(stage, config)
     return OpenedPolicy(name, policy, put_params(read_params(step)))
 
@@ -192,7 +193,7 @@ def for_sampling(policy: Policy, params: dict) -> dict:
     """Converts parameters on the devices to the compute dtype.
 
     Raises:
-        ValueError: the current mesh does not fit the model.
+        UserError: the current mesh does not fit the model.
     """
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     return in_compute_dtype(policy.decoder, params, copy=False)
@@ -207,7 +208,7 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
     Args:
         overwrite: read no config.yaml in the folder `output`.
     Raises:
-        ValueError: the run or its checkpoint does not exist, has another model, or trained other parameters; or an
+        UserError: the run or its checkpoint does not exist, has another model, or trained other parameters; or an
             adapter that recjax cannot read, or that differs from `model.lora`.
     """
     model = config.model
@@ -230,11 +231,16 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
         for keys in ({"path", "decoder"}, {"lora", "freeze"})
     )
     if shapes and (model.path or model.decoder):
-        raise ValueError(f"model.run = {model.run!r} has another model ({shapes}); remove model.path or model.decoder")
+        raise UserError(
+            "model.run", f"has another model ({shapes})", "remove model.path or model.decoder", value=model.run
+        )
     if trained and config.optimizer.state == "run":
-        raise ValueError(
-            f"model.run = {model.run!r} trained other parameters (model.{trained}), and its optimizer state does not"
-            " fit; set optimizer.state=new to begin with a new state, or train the same parameters"
+        raise UserError(
+            problem=(
+                f"model.run = {model.run!r} trained other parameters (model.{trained}), and its optimizer state does"
+                " not fit"
+            ),
+            remedy="set optimizer.state=new to begin with a new state, or train the same parameters",
         )
     start = {"run": f"{run}/checkpoints/{step}", "path": theirs.model.path, "decoder": decoder}
     return config.model_copy(update={"model": model.model_copy(update=start)})
@@ -248,7 +254,7 @@ def with_pinned(config: Config, overwrite: bool) -> Config:
     Args:
         overwrite: read no config.yaml in the folder `output`.
     Raises:
-        ValueError: the checkpoint does not exist or is damaged.
+        UserError: the checkpoint does not exist or is damaged.
     """
     resumes = not overwrite and (Path(config.output) / "config.yaml").is_file()
     stored = (stored_config(Path(config.output)).get("model") or {}) if resumes else {}
@@ -263,8 +269,8 @@ def with_pinned(config: Config, overwrite: bool) -> Config:
             theirs = run_config(run)
             try:
                 step = hosts.from_first(functools.partial(_whole_step, run, theirs, step))
-            except ValueError as error:
-                raise ValueError(f"model.{name} = {source!r}: {error}") from error
+            except UserError as error:
+                raise UserError(f"model.{name}", str(error), value=source) from error
             pinned[name] = f"{run}/checkpoints/{step}"
     return _with_model(config, pinned)
 
@@ -275,9 +281,11 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     base = fields.get("base_model_name_or_path")
     revision = fields.get("revision") or "main"
     if model.path is None and (not base or revision != "main"):
-        raise ValueError(
-            f"model.adapter = {model.adapter!r}: its base is {base!r}, revision {revision!r}; set model.path to a"
-            " folder with that model"
+        raise UserError(
+            "model.adapter",
+            f"its base is {base!r}, revision {revision!r}",
+            "set model.path to a folder with that model",
+            value=model.adapter,
         )
     if base and model.path and base != model.path and Path(base).absolute() != Path(model.path).absolute():
         logger.warning(
@@ -288,9 +296,11 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     if model.merge_adapter:
         return model
     if model.lora not in (None, lora):
-        raise ValueError(
-            f"model.lora = {model.lora.model_dump()}: model.adapter = {model.adapter!r} has {lora.model_dump()}; remove"
-            " model.lora to train the adapter further, or set model.merge_adapter=true to train new adapters"
+        raise UserError(
+            "model.lora",
+            f"model.adapter = {model.adapter!r} has {lora.model_dump()}",
+            "remove model.lora to train the adapter further, or set model.merge_adapter=true to train new adapters",
+            value=model.lora.model_dump(),
         )
     return model.model_copy(update={"lora": lora})
 
@@ -332,15 +342,17 @@ def reference_params(config: Config, policy: Policy) -> dict:
     """All parameters of `model.reference`, as the decoder of the policy takes them, in the compute dtype.
 
     Raises:
-        ValueError: the reference cannot be read, or has another shape or tokenizer than the policy.
+        UserError: the reference cannot be read, or has another shape or tokenizer than the policy.
     """
     opened = open_policy(config.model.reference, config)
     plain = dataclasses.replace(policy.decoder.config, lora=None)
     theirs = dataclasses.replace(opened.policy.decoder.config, lora=None)
     if theirs != plain or opened.policy.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ValueError(
-            f"model.reference = {config.model.reference!r}: its shape or tokenizer differs from the policy's"
-            f" ({theirs} there, {plain} here); choose a reference with the policy's shape and tokenizer"
+        raise UserError(
+            "model.reference",
+            f"its shape or tokenizer differs from the policy's ({theirs} there, {plain} here)",
+            "choose a reference with the policy's shape and tokenizer",
+            value=config.model.reference,
         )
     if config.model.lora is None:
         return opened.params
@@ -367,7 +379,7 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
     """Loads the run or model that `model.teacher` names; None if the key is not set, or names the policy itself.
 
     Raises:
-        ValueError: the model cannot be read, or its vocabulary differs from the policy's.
+        UserError: the model cannot be read, or its vocabulary differs from the policy's.
     """
     name = config.model.teacher
     if name in (None, POLICY):
@@ -377,9 +389,10 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
     theirs = opened.policy.tokenizer.get_vocab()
     ours = policy.tokenizer.get_vocab()
     if theirs != ours:
-        raise ValueError(
-            f"{key}: its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries; a"
-            " teacher scores the policy's tokens, so choose a teacher with the same tokenizer"
+        raise UserError(
+            key,
+            f"its tokenizer differs from the policy's in {len(theirs.items() ^ ours.items())} entries",
+            "a teacher scores the policy's tokens, so choose a teacher with the same tokenizer",
         )
     check_teacher(config, opened.policy.decoder.config, policy.decoder.config)
     return Teacher(teacher_decoder(config).clone(config=opened.policy.decoder.config), opened.params)
@@ -388,10 +401,12 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
 def check_teacher(config: Config, theirs: DecoderConfig, ours: DecoderConfig) -> None:
     """Refuses a teacher with more or fewer logits than the policy, if the algorithm compares their distributions."""
     if config.algorithm.build().teacher_divergence is not None and theirs.vocab_size != ours.vocab_size:
-        raise ValueError(
-            f"model.teacher = {config.model.teacher!r}: has {theirs.vocab_size} logits and the policy"
-            f" {ours.vocab_size}, so algorithm.teacher_divergence cannot compare them; choose a teacher with as many,"
-            " or set algorithm.distillation, which reads only the sampled tokens"
+        raise UserError(
+            "model.teacher",
+            f"has {theirs.vocab_size} logits and the policy {ours.vocab_size}, so algorithm.teacher_divergence"
+            " cannot compare them",
+            "choose a teacher with as many, or set algorithm.distillation, which reads only the sampled tokens",
+            value=config.model.teacher,
         )
 
 
@@ -399,19 +414,19 @@ def run_config(run: Path) -> Config:
     """The config of a run; keys that this version does not have are skipped, with a warning that names them.
 
     Raises:
-        ValueError: the folder is not a run, or its config.yaml is damaged or has values that this version refuses.
+        UserError: the folder is not a run, or its config.yaml is damaged or has values that this version refuses.
     """
     path = run / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"run {str(run)!r} holds no config.yaml; name the output folder of a training run")
+        raise UserError(f"run {str(run)!r}", "holds no config.yaml", "name the output folder of a training run")
     try:
         values = read_yaml_file(path)
         unknown = unknown_keys(values)
         for *blocks, name in unknown:
             functools.reduce(dict.__getitem__, blocks, values).pop(name)
         config = make_config(values, source=str(path))
-    except ValueError as error:
-        raise ValueError(f"{error}{_made_by(run)}") from error
+    except UserError as error:
+        raise UserError(error.where, error.problem, f"{error.remedy}{_made_by(run)}", error.value) from error
     if unknown:
         names = ", ".join(".".join(map(str, key)) for key in unknown)
         logger.warning("%s: not read, as this version has no such keys: %s%s", path, names, _made_by(run))
@@ -437,7 +452,7 @@ def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Po
         config: config of the run.
         merge: merge adapters.
     Raises:
-        ValueError: the model of the config, or the problems that it depends on, cannot be read. The function raises it
+        UserError: the model of the config, or the problems that it depends on, cannot be read. The function raises it
             if the checkpoint has other shapes than the model, and types of Orbax for missing files.
     """
     lora = config.model.lora
@@ -481,11 +496,11 @@ def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
     if step == "best":
         try:
             step = best_step(run, config.training.keep_best or "evaluation/accuracy")
-        except ValueError as error:
-            raise ValueError(f"{folder}/best: {error}") from error
+        except UserError as error:
+            raise error.within(f"{folder}/best") from error
     step = step if step is None else int(step)
     if not steps:
-        raise ValueError(f"run {str(run)!r} holds no checkpoint yet; its first is written before its first step")
+        raise UserError(f"run {str(run)!r}", "holds no checkpoint yet", "its first is written before its first step")
     if step is None:
         step, damaged = newest_whole(folder)
         if step is None:
@@ -493,12 +508,12 @@ def _whole_step(run: Path, config: Config, step: int | str | None) -> int:
         for left_out, reason in damaged.items():
             logger.warning("checkpoint of step %d: %s; that of step %d is taken", left_out, reason, step)
     elif step not in steps:
-        raise ValueError(f"step {step}: {folder} holds the steps {', '.join(map(str, steps))}; name one of them")
+        raise UserError(f"step {step}", f"{folder} holds the steps {', '.join(map(str, steps))}", "name one of them")
     else:
         try:
             check_manifest(folder / str(step))
-        except ValueError as error:
-            raise ValueError(f"step {step}: {error}; name another one, or bring it back from a copy") from error
+        except UserError as error:
+            raise UserError(f"step {step}", str(error), "name another one, or bring it back from a copy") from error
     check_config_file(run, config, progress(folder, step))
     return step
 
@@ -519,7 +534,7 @@ def _read_whole(run: Path, config: Config, step: int | str | None, read: Callabl
                 raise
             if step not in (None, "best") or tries == 1:
                 remedy = "raise training.keep_checkpoints, or read it again"
-                raise ValueError(f"{folder}: the run deleted this checkpoint during the read; {remedy}") from error
+                raise UserError(folder, "the run deleted this checkpoint during the read", remedy) from error
 
 
 def _restored(run: Path, step: int, like: dict) -> dict:
@@ -532,9 +547,11 @@ def _restored(run: Path, step: int, like: dict) -> dict:
     for path, leaf in flatten(like).items():
         shape = flatten(params)[path].shape
         if shape != leaf.shape:
-            raise ValueError(
-                f"{run}, step {step}: {path} has shape {shape} in the checkpoint, but the model that config.yaml"
-                f" describes has {leaf.shape} there; put the model or the problems back as they were in training"
+            raise UserError(
+                f"{run}, step {step}",
+                f"{path} has shape {shape} in the checkpoint, but the model that config.yaml describes has"
+                f" {leaf.shape} there",
+                "put the model or the problems back as they were in training",
             )
     return params
 
@@ -548,7 +565,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
         dtype: dtype of the weights.
         adapters: write only the adapters, in PEFT's format and in float32, instead of merging them into the model.
     Raises:
-        ValueError: the folder has files, the checkpoint does not exist, or the run has no adapters.
+        UserError: the folder has files, the checkpoint does not exist, or the run has no adapters.
     """
     check_output(output)
     if adapters:
@@ -574,18 +591,20 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
 def _export_adapters(run: Path, output: Path, step: int | None) -> int:
     config = run_config(run)
     if not (config.model.lora and config.model.path):
-        raise ValueError(
-            f"--adapters: {str(run)!r} did not train adapters (model.lora) of a model in a folder or on the hub"
-            " (model.path); remove --adapters to export the whole model"
+        raise UserError(
+            "--adapters",
+            f"{str(run)!r} did not train adapters (model.lora) of a model in a folder or on the hub (model.path)",
+            "remove --adapters to export the whole model",
         )
     earlier = config
     while earlier.model.run and earlier.model.lora == config.model.lora:
         earlier = run_config(split_step(earlier.model.run)[0])
     if earlier.model.lora != config.model.lora or earlier.model.merge_adapter:
         key = "model.merge_adapter" if earlier.model.merge_adapter else "model.run"
-        raise ValueError(
-            f"--adapters: {str(run)!r} trained adapters of changed weights ({key}), not of {config.model.path!r};"
-            " remove --adapters to export the whole model"
+        raise UserError(
+            "--adapters",
+            f"{str(run)!r} trained adapters of changed weights ({key}), not of {config.model.path!r}",
+            "remove --adapters to export the whole model",
         )
     policy = policy_alone(config, "")
     decoder_config = adapted(policy.decoder.config, config.model.lora)

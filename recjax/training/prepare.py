@@ -9,6 +9,7 @@ import jax
 from recjax import hosts
 from recjax.config import Config, TrainingConfig
 from recjax.console import under_way
+from recjax.errors import UserError
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.packing import shape_for
 from recjax.experience.queue import Settings, settings_of
@@ -112,7 +113,7 @@ def prepare(
     Returns:
         The setup, and all of the initial policy's parameters in float32.
     Raises:
-        ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
+        UserError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
     phases = PhaseSeconds()
     with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
@@ -139,7 +140,7 @@ def prepare(
     if config.task.teacher_template:
         if stored is not None and stored.shape.group is None:
             path = experience.store or experience.mix.store
-            raise ValueError(f"{path}: has trajectories, which task.teacher_template does not support; remove that key")
+            raise UserError(path, "has trajectories, which task.teacher_template does not support", "remove that key")
         teacher_prompts = TeacherPrompts(config, policy, train.problems)
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
     if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
@@ -179,7 +180,7 @@ def check_problems(config: Config, task: Task) -> None:
     """Compares the problems of all processes; every process must call it.
 
     Raises:
-        ValueError: they differ; the message names files and tasks.
+        UserError: they differ; the message names files and tasks.
     """
     if jax.process_count() == 1:
         return

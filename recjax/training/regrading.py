@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from recjax import hosts
+from recjax.errors import UserError
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import signed_hash
 from recjax.experience.stored import with_rewards
@@ -31,7 +32,7 @@ def known_problems(setup: Setup) -> Known:
     """The task's problems; checks that the reward can grade the store's other prompts, which have no columns.
 
     Raises:
-        ValueError: a prompt of the store has no known answer or column that its reward needs.
+        UserError: a prompt of the store has no known answer or column that its reward needs.
     """
     # agents make prompts of their own
     known = {}
@@ -47,9 +48,11 @@ def known_problems(setup: Setup) -> Known:
         # Grading refuses an unknown task.
         reward_of_task = reward.of.get(task) if isinstance(reward, MixedReward) else reward
         if reward_of_task and group.answer is None and needs_answers(reward_of_task):
-            raise ValueError(
-                f"experience.regrade: group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task"
-                " nor the store has an answer to it; import it with its answer, or remove experience.regrade"
+            raise UserError(
+                "experience.regrade",
+                f"group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task nor the store"
+                " has an answer to it",
+                "import it with its answer, or remove experience.regrade",
             )
         if reward_of_task and reward_of_task.columns:
             rows = f"for experience.regrade, group {group.id!r} of the store, which is no problem of the task, lacks"
@@ -61,7 +64,7 @@ def regraded(setup: Setup, known: Known) -> Setup:
     """The setup with the run's own rewards for stored completions, which are computed once and kept in the store.
 
     Raises:
-        ValueError: the reward function fails, or the store cannot be written.
+        UserError: the reward function fails, or the store cannot be written.
     """
     path = Path(setup.config.output) / "grader.json"
     if hosts.is_first() and not path.exists():

@@ -25,6 +25,7 @@ from flax.traverse_util import flatten_dict
 import recjax
 from recjax import hosts
 from recjax.config import KEYS, MAY_CHANGE, Config, resumable_keys, stored_values, to_yaml, unknown_keys
+from recjax.errors import UserError
 from recjax.files import digest, partial_of, write_whole, writing
 from recjax.hub.tokenizers import reads_clock
 from recjax.tasks.files import passed_files
@@ -63,7 +64,7 @@ def check_processes(config: Config) -> None:
     """Compares config, versions and code of all processes of a command, and connects their devices.
 
     Raises:
-        ValueError: they differ, apart from `output` and `grading.workers`.
+        UserError: they differ, apart from `output` and `grading.workers`.
     """
     if jax.process_count() == 1:
         return
@@ -78,15 +79,15 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
     Args:
         overwrite: whether the folder may also have another run.
     Raises:
-        ValueError: the folder has a finished run, a run of another config, or files that are not a run.
+        UserError: the folder has a finished run, a run of another config, or files that are not a run.
     """
     output = Path(config.output)
     if "\\" in str(output.absolute()):
-        raise ValueError(
-            f"output = {config.output!r}: a checkpoint cannot be read from a path with \\; name another folder"
+        raise UserError(
+            "output", "a checkpoint cannot be read from a path with \\", "name another folder", value=config.output
         )
     if output.exists() and not output.is_dir():
-        raise ValueError(f"output = {config.output!r} is a file; name a folder for the run")
+        raise UserError("output", "is a file", "name a folder for the run", value=config.output)
     if not output.exists():
         return
     # A config without what only recjax writes may be the user's.
@@ -97,18 +98,22 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
         # A process that was killed before it wrote the config leaves the other files.
         leftovers = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*", "*"))
         if foreign := _others(output, leftovers):
-            raise ValueError(
-                f"output = {config.output!r}: the folder contains files that are not a run ({', '.join(foreign[:3])});"
-                " name another folder"
+            raise UserError(
+                "output",
+                f"the folder contains files that are not a run ({', '.join(foreign[:3])})",
+                "name another folder",
+                value=config.output,
             )
         return
     if not overwrite:
         _check_same_config(config, output)
         if is_finished(config):
             longer = " a larger training.steps=… to continue it," if config.optimizer.schedule == "constant" else ""
-            raise ValueError(
-                f"output = {config.output!r} contains a finished run of {config.training.steps} steps or more; give"
-                f" another output=…,{longer} or --overwrite to delete that run"
+            raise UserError(
+                "output",
+                f"contains a finished run of {config.training.steps} steps or more",
+                f"give another output=…,{longer} or --overwrite to delete that run",
+                value=config.output,
             )
 
 
@@ -116,7 +121,7 @@ def with_chat_date(config: Config, overwrite: bool) -> Config:
     """The config with a date for its chat template, if the template reads one: the day on which the run first started.
 
     Raises:
-        ValueError: the model folder, or the config.yaml of the run, cannot be read.
+        UserError: the model folder, or the config.yaml of the run, cannot be read.
     """
     model = config.model
     if not model.path or model.chat_date:
@@ -139,7 +144,7 @@ def is_finished(config: Config) -> bool:
     """True if `output` has a finished run of this config. False if summary.json is damaged; resuming writes it again.
 
     Raises:
-        ValueError: `output` has a run of another config.
+        UserError: `output` has a run of another config.
     """
     summary = Path(config.output) / "summary.json"
     if not summary.is_file():
@@ -162,7 +167,7 @@ def open_run_folder(config: Config, overwrite: bool, reward: Any = None) -> Path
     Args:
         reward: function, or functions, that a program passed as the reward.
     Raises:
-        ValueError: see `check_run_folder`; also if a process does not see the folder.
+        UserError: see `check_run_folder`; also if a process does not see the folder.
     """
     check_run_folder(config, overwrite)
     output = Path(config.output)
@@ -193,10 +198,11 @@ def open_run_folder(config: Config, overwrite: bool, reward: Any = None) -> Path
         write_whole(output / "config.yaml", to_yaml(config))  # the last file, which makes the folder a run
     hosts.wait_for_all("the run's folder")
     if not output.is_dir():
-        raise ValueError(
-            f"output = {config.output!r}: this process does not see the folder that process 0 of"
-            f" {jax.process_count()} made; name a folder on a file system that all hosts share, because all processes"
-            " write checkpoints"
+        raise UserError(
+            "output",
+            f"this process does not see the folder that process 0 of {jax.process_count()} made",
+            "name a folder on a file system that all hosts share, because all processes write checkpoints",
+            value=config.output,
         )
     return output
 
@@ -213,7 +219,7 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     Args:
         said: progress of the checkpoint; older versions stored no config there, or other keys.
     Raises:
-        ValueError: a setting that affects the weights differs.
+        UserError: a setting that affects the weights differs.
     """
     ours = config.model_dump()
     theirs = said["totals"].get("config")
@@ -224,8 +230,8 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     gone = {key for key in _dotted(theirs) if gone and key.startswith(gone)}
     same = _chosen(config, theirs) | _same_runs(config, theirs)
     if changed := differences(ours, theirs, MAY_CHANGE | came_later | gone | same):
-        raise ValueError(
-            f"{run / 'config.yaml'} differs from the config in the run's checkpoints ({changed}); restore the file"
+        raise UserError(
+            run / "config.yaml", f"differs from the config in the run's checkpoints ({changed})", "restore the file"
         )
 
 
@@ -257,9 +263,11 @@ def _check_same_config(config: Config, output: Path) -> None:
             *config.training.resume_with
         }
         remedy = "" if "" in names else f" training.resume_with=[{','.join(sorted(names))}] to resume that run,"
-        raise ValueError(
-            f"output = {config.output!r} contains a run of another config ({changed});"
-            f" give another output=…,{remedy} or --overwrite (overwrite=True in a program) to delete that run"
+        raise UserError(
+            "output",
+            f"contains a run of another config ({changed})",
+            f"give another output=…,{remedy} or --overwrite (overwrite=True in a program) to delete that run",
+            value=config.output,
         )
 
 
@@ -271,15 +279,16 @@ def stored_config(output: Path) -> dict[str, Any]:
         if isinstance(values, dict) and "output" in values:
             return values
         reason = "it is empty" if values is None else "it lacks keys that recjax writes, such as output"
-    except ValueError as error:
+    except UserError as error:
         reason = str(error).removeprefix(f"{path}: ")
     step, _ = newest_whole(output / "checkpoints")
     if step is not None and (config := progress(output / "checkpoints", step)["totals"].get("config")):
         logger.warning("%s is damaged (%s); recjax uses the config in the checkpoint of step %d", path, reason, step)
         return config
-    raise ValueError(
-        f"{path} is damaged ({reason}), and no checkpoint contains the config; restore the file from a copy, or give"
-        " --overwrite to delete that run"
+    raise UserError(
+        path,
+        f"is damaged ({reason}), and no checkpoint contains the config",
+        "restore the file from a copy, or give --overwrite to delete that run",
     )
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import filelock
 
 from recjax import hosts
+from recjax.errors import UserError
 from recjax.files import writing
 
 NAME = "running.json"
@@ -51,7 +52,7 @@ class RunLock:
         """Checks that the folder still exists and that this process still holds it.
 
         Raises:
-            ValueError: the folder was deleted, or another process took it over.
+            UserError: the folder was deleted, or another process took it over.
         """
         if self._holder is None:
             return
@@ -59,14 +60,18 @@ class RunLock:
         try:
             holder = _holder_at(self._path)
         except OSError as error:
-            raise ValueError(
-                f"output = {output!r}: the folder, or {NAME} in it, was deleted during the run ({error.strerror}); the"
-                " run ends and writes nothing more. The same command continues from the remaining files"
+            raise UserError(
+                "output",
+                f"the folder, or {NAME} in it, was deleted during the run ({error.strerror})",
+                "the run ends and writes nothing more. The same command continues from the remaining files",
+                value=output,
             ) from error
         if holder != self._holder:
-            raise ValueError(
-                f"output = {output!r}: another process has taken over the folder ({holder or 'it left no name'}); this"
-                " process ends and leaves the files of the other process alone"
+            raise UserError(
+                "output",
+                f"another process has taken over the folder ({holder or 'it left no name'})",
+                "this process ends and leaves the files of the other process alone",
+                value=output,
             )
 
 
@@ -78,7 +83,7 @@ def held(output: Path) -> Iterator[RunLock]:
     other hosts do not see, the modification time of the file, which the holder updates, shows if the holder is alive.
 
     Raises:
-        ValueError: another process holds the folder, or the folder cannot be created or written.
+        UserError: another process holds the folder, or the folder cannot be created or written.
     """
     lock = RunLock(output / NAME, None)
     refused = None
@@ -86,10 +91,10 @@ def held(output: Path) -> Iterator[RunLock]:
         if hosts.is_first():
             try:
                 lock = stack.enter_context(_held_by_first(output))
-            except ValueError as error:
+            except UserError as error:
                 refused = error
         if hosts.any_says(refused is not None):
-            raise refused or ValueError(f"output = {str(output)!r}: see the log of process 0")
+            raise refused or UserError("output", "see the log of process 0", value=str(output))
         yield lock
 
 
@@ -116,9 +121,11 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
             with tempfile.TemporaryFile(dir=output) as now:
                 is_alive = os.fstat(now.fileno()).st_mtime - path.stat().st_mtime < STALE_SECONDS
         if is_alive:
-            raise ValueError(
-                f"output = {str(output)!r} is in use: {holder or 'another process'} is writing a run there; wait for"
-                f" it, stop it, or give another output=…. If you are sure that it is dead, delete {path}"
+            raise UserError(
+                "output",
+                f"is in use: {holder or 'another process'} is writing a run there",
+                f"wait for it, stop it, or give another output=…. If you are sure that it is dead, delete {path}",
+                str(output),
             )
         if holder:
             logger.info("%s: took over the lock of %s, which has died", path, holder)

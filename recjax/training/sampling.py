@@ -13,6 +13,7 @@ from jaxtyping import Array, Key, UInt32
 from transformers import PreTrainedTokenizerBase
 
 from recjax.config import Config, RolloutConfig
+from recjax.errors import UserError
 from recjax.experience.batch import Shape
 from recjax.experience.group import Grade, Group
 from recjax.experience.queue import ToCome
@@ -77,7 +78,7 @@ class PolicySampler(Protocol):
         Args:
             wait: True to wait for at least one batch if any is in flight.
         Raises:
-            RuntimeError, ValueError: the sampler cannot sample a batch that is in flight.
+            UserError: the sampler cannot sample a batch that is in flight.
         """
 
 
@@ -268,7 +269,7 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
     """The task's training and evaluation prompts, encoded to one width; does not load the reward.
 
     Raises:
-        ValueError: see `without_long_prompts`; also a prompt that cannot be encoded.
+        UserError: see `without_long_prompts`; also a prompt that cannot be encoded.
     """
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     if task.reward:
@@ -283,7 +284,7 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
     """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
 
     Raises:
-        ValueError: too few problems remain.
+        UserError: too few problems remain.
     """
     if rollout.long_prompts == "refuse":
         return task
@@ -293,9 +294,11 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
     dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
     limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
     if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
-        raise ValueError(
-            f"{limit}: only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
-            f" {len(task.evaluation)} held-out problems fit, too few; raise it"
+        raise UserError(
+            limit,
+            f"only {len(train)} of {len(task.train)} train problems and {len(evaluation)} of"
+            f" {len(task.evaluation)} held-out problems fit, too few",
+            "raise it",
         )
     logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
     return task._replace(train=train, evaluation=evaluation)

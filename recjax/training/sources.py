@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from recjax import hosts
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.experience.following import UNUSABLE, Follower
 from recjax.experience.group import Grade, Group, token_staleness
 from recjax.experience.queue import LEFT, LOST, Arrival, Queue, queued_versions
@@ -118,19 +119,22 @@ def check_source(config: Config) -> None:
     """Refuses sources that several processes cannot share.
 
     Raises:
-        ValueError: several processes would follow a store, or train with another engine.
+        UserError: several processes would follow a store, or train with another engine.
     """
     if jax.process_count() == 1:
         return
     if config.follows:
-        raise ValueError(
-            "experience.follow = true: only one process can follow a store, and this run has"
-            f" {jax.process_count()}; start a single process"
+        raise UserError(
+            "experience.follow = true",
+            f"only one process can follow a store, and this run has {jax.process_count()}",
+            "start a single process",
         )
     if config.rollout.engine:
-        raise ValueError(
-            f"rollout.engine.url = {config.rollout.engine.url!r}: only one process can train with another engine,"
-            f" and this run has {jax.process_count()}; start a single process"
+        raise UserError(
+            "rollout.engine.url",
+            f"only one process can train with another engine, and this run has {jax.process_count()}",
+            "start a single process",
+            value=config.rollout.engine.url,
         )
 
 
@@ -332,7 +336,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         """Connects to the server. Its first batch gets the weights again, also after a resume.
 
         Raises:
-            ValueError: the server does not answer, or takes no weights although the sampler's weights change.
+            UserError: the server does not answer, or takes no weights although the sampler's weights change.
         """
         config = self._sampler.config
         self.engine = engine = RemoteEngine.of_config(config, self._sampler.policy)
@@ -341,10 +345,11 @@ class EngineSampler(contextlib.AbstractContextManager):
         if not (self.takes_weights or config.regime.offline):
             engine.__exit__()
             remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
-            raise ValueError(
-                f"rollout.engine.url = {config.rollout.engine.url!r}: {engine.api or 'this server'} cannot take whole"
-                f" weights over HTTP; {remedy * (engine.api == 'vllm')}set regime.offline=true to train on samples"
-                " from its own weights"
+            raise UserError(
+                "rollout.engine.url",
+                f"{engine.api or 'this server'} cannot take whole weights over HTTP",
+                f"{remedy * (engine.api == 'vllm')}set regime.offline=true to train on samples from its own weights",
+                value=config.rollout.engine.url,
             )
         return self
 
@@ -391,7 +396,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         """The groups of a batch, without grades; see `BatchSampler.sample`.
 
         Raises:
-            ValueError: the server keeps losing the weights, or sends no usable replies.
+            UserError: the server keeps losing the weights, or sends no usable replies.
         """
         config = self._sampler.config
         count, group_size = config.own_counts
@@ -407,9 +412,9 @@ class EngineSampler(contextlib.AbstractContextManager):
                 )
             except LostWeightsError as error:
                 if not tries:
-                    raise ValueError(
-                        f"{error}, after {config.rollout.engine.retries + 1} tries; give this run a server of its"
-                        " own that stays up"
+                    raise UserError(
+                        problem=f"{error}, after {config.rollout.engine.retries + 1} tries",
+                        remedy="give this run a server of its own that stays up",
                     ) from error
                 logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
                 engine.version = None
@@ -418,7 +423,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         """Writes the weights to a folder and gives them to the server.
 
         Raises:
-            ValueError: the server does not take them.
+            UserError: the server does not take them.
         """
         began = time.monotonic()
         config = self._sampler.config

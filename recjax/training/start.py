@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from recjax import hosts
 from recjax.config import Config, to_yaml
 from recjax.console import under_way
-from recjax.errors import shown
+from recjax.errors import UserError, shown
 from recjax.experience.batch import to_learn_from, with_part_weights
 from recjax.experience.packing import is_packed
 from recjax.experience.queue import Queue
@@ -83,8 +83,8 @@ def train(
         learner: a subclass of `Learner` that computes instead of `Learner`; None: JAX computes.
         check: called with the run's setup before the first evaluation or step.
     Raises:
-        FloatingPointError, RuntimeError, Preempted: see `loop.train_steps`.
-        ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
+        BadStep, Preempted: see `loop.train_steps`.
+        UserError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_processes(config)
     check_run_folder(config, overwrite)
@@ -250,14 +250,14 @@ def asks_to_stop(returned: Any) -> bool:
     """True if `on_step` returned True, False for False and None.
 
     Raises:
-        ValueError: it returned something else, which may be true by chance.
+        UserError: it returned something else, which may be true by chance.
     """
     if returned is None or isinstance(returned, bool | np.bool_):
         return bool(returned)
     remedy = "return True to stop the run after this step, and False or None to go on"
     if inspect.isawaitable(returned):
         remedy = f"write it as def, not async def, and {remedy}"
-    raise ValueError(f"on_step returned {shown(returned, 80)}; {remedy}")
+    raise UserError(problem=f"on_step returned {shown(returned, 80)}", remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -304,7 +304,7 @@ def begin(
         reward, sources, learner: see `train`.
         ahead: compiles the programs of a new run's evaluation and sampler; None: they are compiled when called.
     Raises:
-        ValueError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
+        UserError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
         Preempted: on a signal during the warm start on demonstrations, after the current step and its checkpoint.
     """
     learner = learner or Learner()

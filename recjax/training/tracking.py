@@ -19,6 +19,7 @@ import pandas as pd
 
 from recjax import hosts
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.files import write_whole
 
 # tensorboardX imports torch if it can, and no setting prevents that: 2.4 s and 190 MiB in each run, also in a thread.
@@ -49,7 +50,7 @@ def identity(output: Path) -> tuple[str, str]:
     The first call stores them in tracking.json in the folder.
 
     Raises:
-        ValueError: tracking.json cannot be written.
+        UserError: tracking.json cannot be written.
     """
     path = output / NAME
     try:
@@ -74,7 +75,7 @@ class Trackers:
         """Imports the modules; each thread starts its tracker when the first row arrives.
 
         Raises:
-            ValueError: a module is not installed.
+            UserError: a module is not installed.
         """
         self._boards = []
         self._modules = []
@@ -203,7 +204,7 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"tracking.{name}: {error}; pip install {name}, or remove the block") from error
+        raise UserError(f"tracking.{name}", str(error), f"pip install {name}, or remove the block") from error
 
 
 class _Feed(threading.Thread):

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from recjax import __version__, hosts
 from recjax.cache import cache_folder
 from recjax.config import Config, OptimizerConfig, WarmStartConfig
+from recjax.errors import UserError
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Grade, Group, Turn
 from recjax.files import check_manifest, locked_file, short_error, write_manifest
@@ -65,7 +66,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     mesh, which affects rounding. Damaged entries are made again. Runs with several processes do not use the cache.
 
     Raises:
-        ValueError: the cache cannot be written.
+        UserError: the cache cannot be written.
     """
     if jax.process_count() > 1:
         return supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
@@ -101,7 +102,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         try:
             if is_whole:
                 check_manifest(folder)
-        except ValueError as error:
+        except UserError as error:
             logger.warning("base policy in the cache: %s; recjax makes it again", error)
             is_whole = False
         if is_whole:
@@ -117,9 +118,10 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
             write_manifest(folder)
         except Exception as error:
             # Tensorstore raises its own exception types, for example for a full disk.
-            raise ValueError(
-                f"{folder}: the base policy cannot be written to the cache ({short_error(error)}); free space"
-                " there, or set RECJAX_CACHE to another folder"
+            raise UserError(
+                folder,
+                f"the base policy cannot be written to the cache ({short_error(error)})",
+                "free space there, or set RECJAX_CACHE to another folder",
             ) from error
     logger.info("base policy written to the cache: %s", folder)
     return params
@@ -214,7 +216,7 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
     All processes of a run must call it, and share the work.
 
     Raises:
-        ValueError: a file cannot be read, or a chat cannot be trained on; the message has file, line and reason.
+        UserError: a file cannot be read, or a chat cannot be trained on; the message has file, line and reason.
     """
     if not config.demonstrations:
         return None
@@ -245,7 +247,9 @@ def _tokenized(path: str, key: str, split: str, policy: Policy, most: int | None
     lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in groups]
     kept = [group for group, length in zip(groups, lengths, strict=True) if most is None or length <= most]
     if not kept:
-        raise ValueError(f"warm_start.max_tokens = {most}: the shortest chat of {path} has {min(lengths)}; raise it")
+        raise UserError(
+            "warm_start.max_tokens", f"the shortest chat of {path} has {min(lengths)}", "raise it", value=most
+        )
     if len(kept) < len(groups):
         logger.info("%s: skipping %d of %d chats: more than %d tokens", key, len(groups) - len(kept), len(groups), most)
     return kept
@@ -260,7 +264,7 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
     Args:
         row: row of a file with a column `messages`, and maybe `tools` and `chat_template_kwargs`.
     Raises:
-        ValueError: the chat has other roles or an odd order, or the chat template does not write it as the policy would
+        UserError: the chat has other roles or an odd order, or the chat template does not write it as the policy would
             reply; the message has file, line and reason.
     """
     variables = template_of(row)
@@ -269,30 +273,32 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         messages = _demonstrated(messages_in(row.values.get("messages")))
         trajectory = Trajectory(tokenizer)
         if "tools" in variables and not reads_variable(tokenizer, "tools"):
-            raise ValueError("tools: the chat template reads no tools; remove them, or take a model for tools")
+            raise UserError("tools", "the chat template reads no tools", "remove them, or take a model for tools")
         if any(message.get("tool_calls") for message in messages) and not reads_variable(tokenizer, "tool_calls"):
-            raise ValueError("tool_calls: the chat template writes none; take a model for tools, or remove the chat")
+            raise UserError("tool_calls", "the chat template writes none", "take a model for tools, or remove the chat")
         end = turn_end(tokenizer)
         ending = "" if end is None else tokenizer.convert_ids_to_tokens(end)
         # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         places = [index for index in replies if messages[index].get("weight", 1) and messages[index].get("train", True)]
         if not places:
-            raise ValueError("messages: no assistant's message has a weight above 0; give one, or remove the chat")
+            raise UserError("messages", "no assistant's message has a weight above 0", "give one, or remove the chat")
         chats, replied = ([messages[: index + more] for index in places] for more in (0, 1))
         prompts = render_chats(tokenizer, chats, variables=[variables] * len(places))
         texts = render_chats(tokenizer, replied, variables=[variables] * len(places), asks=False)
         for index, prompt, text in zip(places, prompts, texts, strict=True):
             reply, has_end, _ = text[len(prompt) :].rpartition(ending) if ending else (text[len(prompt) :], True, "")
             if not (text.startswith(prompt) and has_end):
-                raise ValueError(
-                    f"message {index}: the chat template writes no reply, with an end, after its prompt for this turn;"
-                    " remove the chat, or take a model whose template does"
+                raise UserError(
+                    f"message {index}",
+                    "the chat template writes no reply, with an end, after its prompt for this turn",
+                    "remove the chat, or take a model whose template does",
                 )
             if unwritten := _unwritten(messages[index], text, len(prompt)):
-                raise ValueError(
-                    f"message {index}: the chat template does not write {unwritten}, so the policy would learn to leave"
-                    " it out; move it into the content, remove it, or take a model whose template writes it"
+                raise UserError(
+                    f"message {index}",
+                    f"the chat template does not write {unwritten}, so the policy would learn to leave it out",
+                    "move it into the content, remove it, or take a model whose template writes it",
                 )
             ids = trajectory.tokens_of(prompt, rendered=True)
             last = policy.stop_ids[0] if end is None else end
@@ -300,8 +306,8 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
             trajectory.add(ids, Sampled(tokens, np.zeros(len(tokens), np.float32), 0 * tokens, False), prompt)
         for row_part in trajectory.rows:
             check_embedded(tokenizer, np.append(row_part.prompt_tokens, row_part.tokens), policy.vocabulary, "messages")
-    except ValueError as error:
-        raise ValueError(f"{row.location}: {error}") from error
+    except UserError as error:
+        raise error.within(row.location) from error
     rows = tuple(row_part._replace(behavior_logprobs=None) for row_part in trajectory.rows)
     turns = tuple(itertools.starmap(Turn, trajectory.ends))
     shown = Completion(row.location, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
@@ -347,14 +353,14 @@ def _demonstrated(messages: Any) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         role = message["role"]
         if role not in _AFTER:
-            raise ValueError(f"message {index}: role = {role!r:.80}: takes {', '.join(_AFTER)}")
+            raise UserError(f"message {index}: role", f"takes {', '.join(_AFTER)}", value=role)
         for name in ("weight", "train"):
             if message.get(name) not in (None, 0, 1):
-                raise ValueError(f"message {index}: {name} = {message[name]!r:.80}: takes 0 (excluded) and 1")
+                raise UserError(f"message {index}: {name}", "takes 0 (excluded) and 1", value=message[name])
         if before not in _AFTER[role]:
             where = f"follows a message of role {before}" if before else "begins the chat"
-            raise ValueError(f"message {index}: role = {role!r}: it {where}; correct the order of the messages")
+            raise UserError(f"message {index}: role", f"it {where}", "correct the order of the messages", value=role)
         before = role
     if before != "assistant":
-        raise ValueError(f"message {len(messages) - 1}: role = {before!r}: the last message must be the assistant's")
+        raise UserError(f"message {len(messages) - 1}: role", "the last message must be the assistant's", value=before)
     return messages

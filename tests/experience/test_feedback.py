@@ -120,7 +120,7 @@ def test_the_same_reward_again_is_no_error_and_another_is(folder):
         ({"id": "row 1", "reward": 1, "accurate": 1}, "accurate = 1: takes true"),
         ({"id": "row 1", "reward": 1, "reward_parts": {"a": "b"}}, "reward_parts = .*finite numbers"),
         ({"id": "row 1", "reward": 1, "reward_parts": {"": 1}}, "reward_parts = .*names and finite numbers"),
-        ({"id": "row 1", "reward": 1, "reward_parts": {"turns": 1}}, "reward_parts has a part 'turns'; recjax itself"),
+        ({"id": "row 1", "reward": 1, "reward_parts": {"turns": 1}}, "reward_parts: has a part 'turns'; recjax itself"),
         ({"id": "row 1", "reward": 1, "turn_rewards": [1, 2]}, r"turn_rewards = \[1, 2\]: takes a list .* of 1 turns"),
         ({"id": "row 1", "reward": 1, "turn_rewards": ["1"]}, r"turn_rewards = \['1'\]: takes a list of finite"),
         ({"id": "row 1", "reward": 1, "turn_rewards": 1}, "turn_rewards = 1: takes a list of finite"),

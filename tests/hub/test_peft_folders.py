@@ -191,7 +191,7 @@ def test_refused_adapter_folders(tmp_path):
     with pytest.raises(ValueError, match="holds no adapter_config.json; give a folder that PEFT's"):
         adapter_fields(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[")
-    with pytest.raises(ValueError, match="adapter_config.json is no adapter config"):
+    with pytest.raises(ValueError, match="adapter_config.json: is no adapter config"):
         adapter_fields(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(FIELDS))
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")

@@ -178,7 +178,7 @@ def test_stop_tokens(tmp_path):
     assert stop_token_ids(tokenizer, folder=tmp_path) == (1, 9), "a byte order mark is no damage"
     for damaged in ("{", "[]"):
         (tmp_path / "generation_config.json").write_text(damaged)
-        with pytest.raises(ValueError, match="generation_config.json cannot be read .*fetch the file again"):
+        with pytest.raises(ValueError, match="generation_config.json: cannot be read .*fetch the file again"):
             stop_token_ids(tokenizer, folder=tmp_path)
 
 
@@ -187,9 +187,9 @@ def test_stop_tokens_in_the_middle_of_a_text(name):
     tokenizer = SENTENCEPIECES[name]
     ids = tokenizer.convert_tokens_to_ids(["</s>", "<0x0A>", "42", "▁42", "<0x09>", "▁"])
     assert [*stop_token_ids(tokenizer, ["\n", "42", " 42", "</s>", "\t", " "])] == ids
-    with pytest.raises(ValueError, match=r"stop string '4x' must be exactly one token, but .* \['4', 'x'\]"):
+    with pytest.raises(ValueError, match=r"stop string '4x': must be exactly one token, but .* \['4', 'x'\]"):
         stop_token_ids(tokenizer, ["4x"])
-    with pytest.raises(ValueError, match="stop string '€' must be exactly one token"):
+    with pytest.raises(ValueError, match="stop string '€': must be exactly one token"):
         stop_token_ids(tokenizer, ["€"])
 
 
@@ -280,14 +280,14 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path, file, eos):
 
 @pytest.mark.parametrize("text, tokens", [("abc", r"\['ab', 'c'\]"), ("", r"\[\]")])
 def test_a_stop_string_must_be_one_token(text, tokens):
-    with pytest.raises(ValueError, match=f"stop string '{text}' must be exactly one token, but .* {tokens}"):
+    with pytest.raises(ValueError, match=f"stop string '{text}': must be exactly one token, but .* {tokens}"):
         stop_token_ids(llama_like(), [text])
 
 
 def test_unknown_text_is_no_stop_string():
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
-    with pytest.raises(ValueError, match=r"stop string 'zebra' must be exactly one token, but .*\['<unk>'\]"):
+    with pytest.raises(ValueError, match=r"stop string 'zebra': must be exactly one token, but .*\['<unk>'\]"):
         stop_token_ids(tokenizer, ["zebra"])
     with pytest.raises(ValueError, match="no end-of-sequence token; name at least one stop string"):
         stop_token_ids(tokenizer)

@@ -374,8 +374,8 @@ def test_config_fields_of_families(tmp_path, changes, options):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "dbrx"}, "model_type 'dbrx' is not supported; use a model of type llama, mistral, "),
-        ({"model_type": None}, "model_type None is not supported"),
+        ({"model_type": "dbrx"}, "model_type 'dbrx': is not supported; use a model of type llama, mistral, "),
+        ({"model_type": None}, "model_type None: is not supported"),
         (
             {"residual_multiplier": 0.2, "top": 1},
             r"residual_multiplier = 0.2 is not a known .* \(all unknown: resid.*, top\)",
@@ -389,44 +389,47 @@ def test_config_fields_of_families(tmp_path, changes, options):
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 4 experts: takes at most all"),
         (MOE | {"num_experts": 0}, "num_.*experts = 0: takes a finite number above 0"),
         (MOE | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 is not a known field"),
-        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported, only None"),
-        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported, only 0.0"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0: is not supported, only None"),
+        (
+            {"model_type": "mixtral", "router_jitter_noise": 0.1},
+            "router_jitter_noise = 0.1: is not supported, only 0.0",
+        ),
         ({"head_dim": "wide"}, "this is no model config"),
-        ({"attention_bias": True}, "attention_bias = True is not supported, only False"),
-        ({"mlp_bias": True}, "mlp_bias = True is not supported, only False"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
-        ({"rope_interleaved": True}, "rope_interleaved = True is not supported, only False"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1.0"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported, only 0.0"),
-        ({"sliding_window": 64}, "sliding_window = 64 is not supported, only None"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .* is not supported, only None"),
+        ({"attention_bias": True}, "attention_bias = True: is not supported, only False"),
+        ({"mlp_bias": True}, "mlp_bias = True: is not supported, only False"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': is not supported, only 'silu'"),
+        ({"rope_interleaved": True}, "rope_interleaved = True: is not supported, only False"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not supported, only 1.0"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1: is not supported, only 0.0"),
+        ({"sliding_window": 64}, "sliding_window = 64: is not supported, only None"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*: is not supported, only None"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}},
-            "rope_type 'dynamic' is not supported; use a model with default, linear, llama3, yarn",
+            "rope_type 'dynamic': is not supported; use a model with default, linear, llama3, yarn",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor = 0.5 is not supported, only 1.0",
+            "partial_rotary_factor = 0.5: is not supported, only 1.0",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "mrope_section": [1, 2]}},
-            r"rope_parameters.mrope_section = \[1, 2\] is not supported; use another model",
+            r"rope_parameters.mrope_section = \[1, 2\]: is not supported; use another model",
         ),
-        ({"model_type": "qwen2", "use_mrope": True}, "use_mrope = True is not supported, only False"),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True is not supported, only False"),
+        ({"model_type": "qwen2", "use_mrope": True}, "use_mrope = True: is not supported, only False"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True: is not supported, only False"),
         (
             {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]},
-            r"layer_types\[1\] = 'linear_attention' is not supported; only full and sliding attention are",
+            r"layer_types\[1\] = 'linear_attention': is not supported; only full and sliding attention are",
         ),
-        ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False is not supported"),
-        ({"model_type": "qwen3_5_text", "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
+        ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False: is not supported"),
+        ({"model_type": "qwen3_5_text", "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]: is not supported"),
         (
             {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2},
             "2 of them linear_attention: it takes",
         ),
         (
             {"model_type": "qwen3_next", "use_sliding_window": True},
-            "use_sliding_window = True is not supported, only False",
+            "use_sliding_window = True: is not supported, only False",
         ),
         (DELTA | {"model_type": "qwen3_next", "mlp_only_layers": [0, 1]}, "no layer has experts"),
         (DELTA | {"linear_num_value_heads": 24}, "takes a multiple of linear_num_key_heads = 16"),
@@ -437,7 +440,7 @@ def test_config_fields_of_families(tmp_path, changes, options):
         ),
         (
             {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
-            r"layer_types\[1\] = 'chunked_attention' is not supported",
+            r"layer_types\[1\] = 'chunked_attention': is not supported",
         ),
         (
             {"model_type": "qwen2", "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
@@ -449,15 +452,15 @@ def test_config_fields_of_families(tmp_path, changes, options):
         ),
         (
             {"model_type": "gemma2", "hidden_act": "gelu"},
-            "hidden_act = 'gelu' is not supported, only 'gelu_pytorch_tanh'",
+            "hidden_act = 'gelu': is not supported, only 'gelu_pytorch_tanh'",
         ),
         (
             {"model_type": "gemma2", "use_bidirectional_attention": True},
-            "use_bidirectional_attention = True is not supported, only False",
+            "use_bidirectional_attention = True: is not supported, only False",
         ),
         (
             {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
-            "attn_logit_softcapping = 50.0 is not supported, only None",
+            "attn_logit_softcapping = 50.0: is not supported, only None",
         ),
         (
             {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": LINEAR, "full_attention": LINEAR}},
@@ -483,13 +486,13 @@ def test_config_fields_of_families(tmp_path, changes, options):
         ),
         (
             {"rope_parameters": YARN | {"attn_factor": 0.9, "attention_factor": 1.1}},
-            "rope_parameters.attn_factor = 0.9 is not supported",
+            "rope_parameters.attn_factor = 0.9: is not supported",
         ),
-        ({"rope_parameters": LINEAR | {"attn_factor": 0.9}}, "rope_parameters.attn_factor = 0.9 is not supported"),
+        ({"rope_parameters": LINEAR | {"attn_factor": 0.9}}, "rope_parameters.attn_factor = 0.9: is not supported"),
         ({"rope_parameters": YARN | {"attn_factor": "high"}}, "rope_parameters.attn_factor = 'high': takes a finite"),
         (
             {"model_type": "gpt_oss"},
-            "model_type 'gpt_oss' is not supported: the decoder lacks attention sinks, .*llama,",
+            "model_type 'gpt_oss': is not supported: the decoder lacks attention sinks, .*llama,",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0}}, "is no model config .*'high_freq_factor'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 7.0}}, "is no model config .* {'factor'}"),
@@ -534,7 +537,7 @@ def test_weights_of_another_family(tmp_path):
 def test_truncated_file(tmp_path, kept):
     file = write_folder(tmp_path, random_tensors()) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ValueError, match="model.safetensors is truncated or damaged .* fetch the file again"):
+    with pytest.raises(ValueError, match="model.safetensors: is truncated or damaged .* fetch the file again"):
         load_pretrained(tmp_path)
 
 
@@ -543,7 +546,7 @@ def test_missing_files(tmp_path):
         load_pretrained(tmp_path)
     for text in ("{", "[1]"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match="config.json is no model config .* fetch the file again"):
+        with pytest.raises(ValueError, match="config.json: is no model config .* fetch the file again"):
             load_pretrained(tmp_path)
     write_folder(tmp_path, random_tensors())
     (tmp_path / "model.safetensors").unlink()
@@ -564,7 +567,7 @@ def test_shard_errors(tmp_path):
     with pytest.raises(ValueError, match="names the shard model-00002-of-00002.safetensors, which is missing"):
         load_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="index.json is no safetensors index"):
+    with pytest.raises(ValueError, match="index.json: is no safetensors index"):
         load_pretrained(tmp_path)
 
 
@@ -593,5 +596,5 @@ def test_hub(tmp_path, monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no network\nmore lines")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(ValueError, match=r"'someone/model' is no local folder.*\(no network\); give a local folder"):
+    with pytest.raises(ValueError, match=r"'someone/model': is no local folder.*\(no network\); give a local folder"):
         load_pretrained("someone/model")

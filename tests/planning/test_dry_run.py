@@ -130,7 +130,7 @@ def test_the_rest_is_told_where_the_network_does_not_bring_the_model(tiny, tmp_p
     assert result.model is None and len(result.missing) == 1 and not result.notes
     assert print_dry_run(str(tmp_path / "tiny.yaml"), options) == 1
     printed, errors = capsys.readouterr()
-    assert "error: model 'Qwen/Qwen2.5-1.5B-Instruct' is no local folder" in errors and "to run it" not in printed
+    assert "error: model 'Qwen/Qwen2.5-1.5B-Instruct': is no local folder" in errors and "to run it" not in printed
     assert "give a local folder" in errors
     assert "staleness of steps 1 to 7: 0–2 ×2, 0" in printed and "48 of 16 completions" in printed
 
@@ -347,11 +347,11 @@ def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, no_acti
 @pytest.mark.parametrize(
     ("missing", "remedy"),
     [
-        ("model.path=models/none", "error: model 'models/none' is no local folder.*give a local folder with config"),
+        ("model.path=models/none", "error: model 'models/none': is no local folder.*give a local folder with config"),
         ("task.gsm8k={train: nowhere}", "error: .*nowhere.*hf download"),
-        ("experience.store=nowhere.db", "error: nowhere.db is not an experience store .no such file.; create one"),
-        ("experience.mix.store=nowhere.db", "error: nowhere.db is not an experience store .no such file.; create one"),
-        ("model.reference=models/none", "error: model 'models/none' is no local folder.*give a local folder with"),
+        ("experience.store=nowhere.db", "error: nowhere.db: is not an experience store .no such file.; create one"),
+        ("experience.mix.store=nowhere.db", "error: nowhere.db: is not an experience store .no such file.; create one"),
+        ("model.reference=models/none", "error: model 'models/none': is no local folder.*give a local folder with"),
     ],
 )
 def test_a_run_without_its_model_or_data_is_not_shown_as_one_to_start(
@@ -423,7 +423,7 @@ def test_a_mesh_splits_the_memory(tiny, capsys):
     assert "memory of each of 4 devices: data 1 × fsdp 2 × tensor 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="mesh: data 1, fsdp 2, tensor 2: 4 does not equal the number of devices, 8"):
         dry_run(config, named_devices("h100:8"))
-    with pytest.raises(ValueError, match="mesh.fsdp = 64 does not divide the model's 32 units of the stream"):
+    with pytest.raises(ValueError, match="mesh.fsdp = 64: does not divide the model's 32 units of the stream"):
         dry_run(tiny(*options, "mesh.fsdp=64"), named_devices("h100:64"))
 
 
@@ -471,7 +471,7 @@ def test_devices_are_those_whose_memory_is_enough(tiny, tmp_path, capsys):
         and "t4-16" in rest
         and sorted([*fits.split(", "), *rest.split(", ")]) == sorted(ACCELERATORS)
     )
-    assert print_dry_run(path, wide, "abacus") == 2 and "--device 'abacus' is unknown" in capsys.readouterr().err
+    assert print_dry_run(path, wide, "abacus") == 2 and "--device = 'abacus': is unknown" in capsys.readouterr().err
 
 
 def test_a_teachers_kernel_is_that_of_the_planned_devices(tiny, monkeypatch):

@@ -236,7 +236,7 @@ def test_what_it_cannot_begin_with(run, tmp_path):
     (tmp_path / "empty" / "config.yaml").write_text((run[0] / "config.yaml").read_text())
     assert "holds no checkpoint yet" in error("--run", "empty", "--port=0")
     assert "give exactly one of --run, --model and --follow; found none" in error("--port=0")
-    assert "--api_key_file none cannot be read" in error("--run", run[0], "--api_key_file=none")
+    assert "--api_key_file none: cannot be read" in error("--run", run[0], "--api_key_file=none")
     block = (
         "import sys; sys.modules['uvicorn'] = None; import runpy; runpy.run_module('recjax.serve', run_name='__main__')"
     )

@@ -116,7 +116,7 @@ def test_grading_gives_the_model_the_problems_messages(tmp_path):
         ({"id2label": {"0": "a", "1": "b"}}, "2 labels"),
         (
             {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
-            "'bert' is not supported",
+            "'bert': is not supported",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_another_task_has_the_alphabet_of_the_first(tiny):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.run=nowhere"], "'nowhere' holds no config.yaml"),
+        (["model.run=nowhere"], "'nowhere': holds no config.yaml"),
         (["model.run={first}/checkpoints/3"], "step 3: .*holds the steps 4"),
         (["model.run={first}/checkpoints/best"], "best: metric 'evaluation/accuracy' .* no checkpoint's step has it"),
         ([f"{LORA}"], r"model.run = .* trained other parameters \(model.lora.*optimizer.state=new"),

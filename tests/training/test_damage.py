@@ -181,7 +181,7 @@ def test_an_exported_folder_that_was_damaged_is_refused(with_weights, tmp_path):
     folder = shutil.copytree(with_weights, tmp_path / "run")
     export(str(folder), None, str(tmp_path / "out"), None, "float32")
     flip(tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match="model.safetensors is damaged.*delete .*manifest.json"):
+    with pytest.raises(ValueError, match="model.safetensors: is damaged.*delete .*manifest.json"):
         export(None, str(tmp_path / "out"), str(tmp_path / "again"), None, "bfloat16")
 
 
@@ -191,7 +191,7 @@ def test_a_config_file_that_was_changed_is_not_exported(with_weights, tmp_path):
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("num_kv_heads: 1", "num_kv_heads: 2"))
     with pytest.raises(
-        ValueError, match="config.yaml differs from the config in the run's checkpoints .*num_kv_heads: 1 there, 2 now"
+        ValueError, match="config.yaml: differs from the config in the run's checkpoints .*num_kv_heads: 1 there, 2 now"
     ):
         export(str(folder), None, str(tmp_path / "out"), None, "float32")
 
@@ -206,7 +206,7 @@ def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said
         other = load_config(made[0] / "tiny.yaml", [*OPTIONS, "optimizer.learning_rate=0.5", f"output={folder}"])
         run_folder.check_run_folder(other, overwrite=False)
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(ValueError, match="config.yaml is damaged .*, and no checkpoint contains the config"):
+    with pytest.raises(ValueError, match="config.yaml: is damaged .*, and no checkpoint contains the config"):
         run_folder.check_run_folder(config, overwrite=False)
 
 
@@ -227,7 +227,7 @@ def test_lines_that_are_no_rows_are_named(tmp_path):
     for line in ('{"loss": 1.0}', "garbage", "", '{"step": "1"}', "[1]", "\udcff"):
         content = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n{{"st'
         (tmp_path / "metrics.jsonl").write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(ValueError, match="metrics.jsonl: line 2 is not a row of metrics .*; restore the file"):
+        with pytest.raises(ValueError, match="metrics.jsonl: line 2: is not a row of metrics .*; restore the file"):
             read_metrics(tmp_path / "metrics.jsonl")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "lo')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
@@ -331,5 +331,5 @@ def test_a_copied_checkpoint_is_no_later_one(tiny):
     count(config)
     folder = Path(config.output) / "checkpoints"
     shutil.copytree(folder / "3", folder / "9")
-    with pytest.raises(ValueError, match="checkpoints/9 is a copy of the checkpoint of step 3; delete it"):
+    with pytest.raises(ValueError, match="checkpoints/9: is a copy of the checkpoint of step 3; delete it"):
         count(tiny("run", "training.steps=12"))

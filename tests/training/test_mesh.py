@@ -95,11 +95,11 @@ def test_what_an_axis_does_not_divide_is_whole():
     [
         (
             (1, 1, 4),
-            r"mesh.tensor = 4 does not divide the model's 6 attention heads; set 2, which also divides the 4",
+            r"mesh.tensor = 4: does not divide the model's 6 attention heads; set 2, which also divides the 4",
         ),
         (
             (1, 4, 1),
-            r"mesh.fsdp = 4 does not divide the model's 18 units of the stream; set 2, which also divides the 4",
+            r"mesh.fsdp = 4: does not divide the model's 18 units of the stream; set 2, which also divides the 4",
         ),
     ],
 )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.algorithms.options import described
+from recjax.errors import UserError
 from recjax.files import UNREADABLE
 from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.reward import MOST_REWARD, SCORE, Reward, check_part_names
@@ -129,7 +130,7 @@ def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Proble
     Args:
         splits: train and held-out problems; each list that is not empty must have the columns that the function needs.
     Raises:
-        ValueError: see `check_signature`; or a column that a parameter names has a cell that cannot be read.
+        UserError: see `check_signature`; or a column that a parameter names has a cell that cannot be read.
     """
     if reward.per_row:
         return reward
@@ -140,7 +141,7 @@ def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Proble
             cells = (problem.columns.get(name) for problem in problems for name in named)
             for cell in cells:
                 if isinstance(cell, dict) and cell.keys() == {UNREADABLE}:
-                    raise ValueError(f"{cell[UNREADABLE]}; task.reward = {reward.name!r} reads this column")
+                    raise UserError(problem=cell[UNREADABLE], remedy=f"task.reward = {reward.name!r} reads this column")
     return _knowing_columns(reward, [*itertools.chain(*splits)])
 
 
@@ -155,7 +156,7 @@ def check_signature(reward: Reward, rows: str = "no problem has") -> None:
     Args:
         rows: rows without other columns, for error messages.
     Raises:
-        ValueError: with the signatures that recjax calls, or the parameter that names no column.
+        UserError: with the signatures that recjax calls, or the parameter that names no column.
     """
     form = _form(reward)
     named = _arguments(reward, [])[1]
@@ -173,7 +174,9 @@ def check_signature(reward: Reward, rows: str = "no problem has") -> None:
         )
     else:
         return
-    raise ValueError(f"task.reward = {reward.name!r}: the function takes {inspect.signature(reward.function)}{problem}")
+    raise UserError(
+        "task.reward", f"the function takes {inspect.signature(reward.function)}{problem}", value=reward.name
+    )
 
 
 def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarray]:
@@ -196,7 +199,7 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     Returns:
         The values of each part; NaN stands for None.
     Raises:
-        ValueError: the function raised, would end the program, or returned the wrong number of values or an invalid
+        UserError: the function raised, would end the program, or returned the wrong number of values or an invalid
             value. The message names the function and the completion.
     """
     parts = {}
@@ -205,7 +208,9 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
         returned = result if isinstance(result, Mapping) else {name: result}
         check_part_names(returned, f"reward function {reward.name}")
         if twice := parts.keys() & returned.keys():
-            raise ValueError(f"reward functions {reward.name}: two return the part {min(twice)!r}; rename it in one")
+            raise UserError(
+                f"reward functions {reward.name}", f"two return the part {min(twice)!r}", "rename it in one"
+            )
         parts |= {part_name: _checked(single, part_name, values, rows) for part_name, values in returned.items()}
     return parts
 
@@ -220,12 +225,17 @@ def _result(reward: Reward, rows: Sequence[Answered]) -> Any:
     try:
         return _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
+        is_own = str(getattr(reward.function, "__module__", "")).startswith("recjax.tasks.")
+        if is_own and not isinstance(error, UserError):
+            raise
         row_index = _graded_row(error, rows, passed, noted)
         first = f"in a batch of {len(rows)} completions, of which the first is "
         where = "while it graded " if row_index is not None else first
-        raise ValueError(
-            f"reward function {reward.name} failed with {described(error)}\n"
-            f"  {where}{_described_row(rows, row_index or 0)}"
+        raise UserError(
+            problem=(
+                f"reward function {reward.name} failed with {described(error)}\n"
+                f"  {where}{_described_row(rows, row_index or 0)}"
+            )
         ) from error
     finally:
         _noted.reset(token)
@@ -314,14 +324,13 @@ def known_parts(reward: Reward, row: Answered) -> dict[str, np.ndarray]:
     """The parts that a user's function returns for one row, to know their names.
 
     Raises:
-        ValueError: see `custom_parts`.
+        UserError: see `custom_parts`.
     """
     try:
         return custom_parts(reward, [row])
-    except ValueError as error:
-        raise ValueError(
-            f"{error}\n  (it was asked about an empty completion, to know the names of its parts)"
-        ) from error
+    except UserError as error:
+        reason = "it was asked about an empty completion, to know the names of its parts"
+        raise UserError(problem=f"{error}\n  ({reason})") from error
 
 
 def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str, list]]:
@@ -377,13 +386,15 @@ def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answere
             raise TypeError("a text is no number")
         numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} returned {values!r:.200}: {error}; return a number or None per completion") from error
+        raise UserError(
+            problem=f"{name} returned {values!r:.200}: {error}", remedy="return a number or None per completion"
+        ) from error
     if len(numbers) != len(rows):
-        raise ValueError(f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
+        raise UserError(problem=f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
     for index, value in enumerate(numbers):
         if not (abs(value) <= MOST_REWARD or values[index] is None):
-            raise ValueError(
-                f"{name} returned {value} for {_described_row(rows, index)}; rewards are finite and at most"
-                f" {MOST_REWARD:g} either way, so scale or bound it there"
+            raise UserError(
+                problem=f"{name} returned {value} for {_described_row(rows, index)}",
+                remedy=f"rewards are finite and at most {MOST_REWARD:g} either way, so scale or bound it there",
             )
     return np.array(numbers)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.tasks.grading.custom import Answered, custom_parts, remote_parts
 from recjax.tasks.grading.graders import GRADERS, grade_row
@@ -104,16 +105,20 @@ class Grading:
         task_scores = []
         for task, indices in itertools.groupby(order, key=lambda index: rows[index].task):
             if task not in self._rewards:
-                raise ValueError(
-                    f"task.mixture: a completion belongs to the task {task!r}; the mixture has"
-                    f" {', '.join(self._rewards)}. Name the task in the row's metadata as `task`, or remove the row"
+                raise UserError(
+                    "task.mixture",
+                    f"a completion belongs to the task {task!r}",
+                    f"the mixture has {', '.join(self._rewards)}. Name the task in the row's metadata as `task`,"
+                    " or remove the row",
                 )
             task_rows = [rows[index] for index in indices]
             task_scores.append(self._scored(self._rewards[task], task_rows, task))
             if clash := task_scores[-1].parts.keys() & self._rewards.keys():
-                raise ValueError(
-                    f"task.mixture.{task}: its reward has a part {min(clash)!r}, and a task has the same name, so that"
-                    " both would be the metric reward/NAME; rename the task"
+                raise UserError(
+                    f"task.mixture.{task}",
+                    f"its reward has a part {min(clash)!r}, and a task has the same name, so that both would be"
+                    " the metric reward/NAME",
+                    "rename the task",
                 )
         back = np.argsort(order)
         missing_parts = [np.full(len(scores.rewards), np.nan, np.float32) for scores in task_scores]
@@ -141,10 +146,11 @@ class Grading:
         rewards = np.where(failures > 0, np.where(failures == NO_REWARD, np.nan, 0.0), rewards)
         if (bad := (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)).any():
             row = int(np.argmax(bad))
-            raise ValueError(
-                f"reward {reward.name}: the sum of its parts, each times its weight, is {rewards[row]} for"
-                f" completion {rows[row].completion!r:.200} (row {row}); rewards are finite and at most"
-                f" {MOST_REWARD:g} either way, so lower task.reward_weights"
+            raise UserError(
+                f"reward {reward.name}",
+                f"the sum of its parts, each times its weight, is {rewards[row]} for completion"
+                f" {rows[row].completion!r:.200} (row {row})",
+                f"rewards are finite and at most {MOST_REWARD:g} either way, so lower task.reward_weights",
             )
         accurate = np.zeros(len(rows), np.float32)
         is_graded = failures == 0
@@ -175,9 +181,12 @@ class Grading:
                 continue
             names = self._names.setdefault(reward.name, sorted(values))
             if sorted(values) != names:
-                raise ValueError(
-                    f"reward function {reward.name} returned the parts {', '.join(sorted(values))}, and earlier"
-                    f" {', '.join(names)}; it must return the same parts for every batch, with 0 or None in them"
+                raise UserError(
+                    problem=(
+                        f"reward function {reward.name} returned the parts {', '.join(sorted(values))}, and earlier"
+                        f" {', '.join(names)}"
+                    ),
+                    remedy="it must return the same parts for every batch, with 0 or None in them",
                 )
             for name, numbers in values.items():
                 parts.setdefault(name, np.zeros(len(rows)))[indices] = numbers
@@ -207,7 +216,10 @@ class Grading:
                 outcomes.append((indices, call.result()))
             except CallFailed as error:
                 if error.reason == "error":
-                    raise ValueError(str(error).removeprefix("ValueError: ")) from error
+                    name, _, text = str(error).partition(": ")
+                    if name != UserError.__name__:
+                        raise
+                    raise UserError(problem=text) from error
                 if len(indices) > 1:
                     calls += [started([index]) for index in indices]
                 else:

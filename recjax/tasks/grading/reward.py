@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 
 from recjax.algorithms.options import user_function
 from recjax.config.tasks import PYTHON, OneTask
+from recjax.errors import UserError
 from recjax.files import digest
 from recjax.tasks.grading.graders import GRADERS, LENGTH, OVERLONG, ROWS, SCORE, SHAPING, TURNS
 
@@ -94,15 +95,17 @@ def load_reward(
         function: reward function, or list of functions, that a program passed to recjax.run; None without one.
         device: device of a reward model, see `RewardModel`.
     Raises:
-        ValueError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, the
+        UserError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, the
             folder has no reward model, or the function is missing or cannot be pickled.
     """
     default_weights = {OVERLONG: 1.0} if overlong else {}
     if name.startswith(PYTHON):
         if function is None:
-            raise ValueError(
-                f"task.reward = {name!r}: a program passed this function to recjax.run; pass it again as reward=…, or"
-                " set task.reward to a module:function"
+            raise UserError(
+                "task.reward",
+                "a program passed this function to recjax.run",
+                "pass it again as reward=…, or set task.reward to a module:function",
+                value=name,
             )
         name = name.removeprefix(PYTHON).partition("#")[0]
         function = tuple(function) if isinstance(function, Sequence) else function
@@ -114,9 +117,10 @@ def load_reward(
         try:
             return reward._replace(remote=cloudpickle.dumps(function))
         except Exception as error:  # the values that the function reads raise errors of any kind
-            raise ValueError(
-                f"reward function {name} cannot be sent to the grading workers ({type(error).__name__}: {error});"
-                " create what it reads inside the function, or set task.reward to a module:function, which runs here"
+            raise UserError(
+                f"reward function {name}",
+                f"cannot be sent to the grading workers ({type(error).__name__}: {error})",
+                "create what it reads inside the function, or set task.reward to a module:function, which runs here",
             ) from error
     if name not in GRADERS:
         if name.startswith(MODEL):
@@ -145,12 +149,12 @@ def named_weights(functions: Any, weights: Sequence[float]) -> dict[str, float]:
     """TRL's list of weights as `task.reward_weights`.
 
     Raises:
-        ValueError: there is another number of functions.
+        UserError: there is another number of functions.
     """
     count = len(functions) if isinstance(functions, Sequence) else 1
     if count != len(weights):
-        raise ValueError(
-            f"task.reward_weights = {weights!r}: takes a weight for each reward function; there are {count}"
+        raise UserError(
+            "task.reward_weights", "takes a weight for each reward function", f"there are {count}", value=weights
         )
     names = _by_name(functions) if isinstance(functions, Sequence) else [SCORE]
     return dict(zip(names, weights, strict=True))
@@ -163,16 +167,18 @@ def passed_name(function: Any) -> str:
     other functions. A function whose source is not at hand has none.
 
     Raises:
-        ValueError: the value is neither a function nor a list of functions.
+        UserError: the value is neither a function nor a list of functions.
     """
     if isinstance(function, Sequence) and not isinstance(function, str) and function:
         names = [passed_name(each).removeprefix(PYTHON) for each in function]
         joined = "+".join(name.partition("#")[0] for name in names)
         return f"{PYTHON}{joined}#{digest(repr(names).encode())[:16]}"
     if not callable(function):
-        raise ValueError(
-            f"reward = {function!r:.80}: takes a function, or a list of functions; for a reward by its name, set"
-            " task.reward"
+        raise UserError(
+            "reward",
+            "takes a function, or a list of functions",
+            "for a reward by its name, set task.reward",
+            value=function,
         )
     name = PYTHON + getattr(function, "__name__", type(function).__name__).strip("<>")
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
@@ -218,13 +224,15 @@ def check_part_names(names: Iterable[str], owner: str) -> None:
     Args:
         owner: source of the parts, for the message.
     Raises:
-        ValueError: a name is in SHAPING.
+        UserError: a name is in SHAPING.
     """
     for name in names:
         if name in SHAPING:
-            raise ValueError(
-                f"{owner} has a part {name!r}; recjax itself adds parts with the names {', '.join(SHAPING)}, so rename"
-                f" it, for example to {name}_penalty"
+            raise UserError(
+                owner,
+                f"has a part {name!r}",
+                f"recjax itself adds parts with the names {', '.join(SHAPING)}, so rename it, for example to"
+                f" {name}_penalty",
             )
 
 
@@ -287,17 +295,18 @@ def verdict_of(
         name: name of the reward or the agent, for messages.
         read_by: key that reads which answers are right; None if no key does.
     Raises:
-        ValueError: `task.verdict` is no part, or there is no verdict and a key reads it.
+        UserError: `task.verdict` is no part, or there is no verdict and a key reads it.
     """
     names = [part_name for part_name in parts if part_name not in SHAPING]
     listed = f"{name} has the parts {', '.join(names)}"
     if task.verdict is not None and task.verdict not in names:
-        raise ValueError(f"task.verdict = {task.verdict!r}: {listed}; name one of them")
+        raise UserError("task.verdict", listed, "name one of them", value=task.verdict)
     accurate = is_accurate(parts, None, task.success, task.verdict)
     if accurate is None and read_by:
-        raise ValueError(
-            f"{read_by}: reads which answers are right, and {listed}, none of which says so; name it with task.verdict,"
-            " or return a part `accuracy`"
+        raise UserError(
+            read_by,
+            f"reads which answers are right, and {listed}, none of which says so",
+            "name it with task.verdict, or return a part `accuracy`",
         )
     return accurate
 
@@ -307,6 +316,6 @@ def check_parts(name: str, weights: Iterable[str], known: Iterable[str]) -> None
     for part_name in weights:
         if part_name not in known:
             parts = ", ".join(known)
-            raise ValueError(
-                f"task.reward_weights.{part_name}: the reward {name} has the parts {parts}; name one of them"
+            raise UserError(
+                f"task.reward_weights.{part_name}", f"the reward {name} has the parts {parts}", "name one of them"
             )

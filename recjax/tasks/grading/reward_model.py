@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int
 
+from recjax.errors import UserError
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import attention_kernel
 from recjax.hub.tokenizers import encode_prompts, load_tokenizer, model_folder
@@ -38,7 +39,7 @@ class RewardModel:
         Args:
             device: auto or cpu, see `task.reward_device`.
         Raises:
-            ValueError: recjax cannot compute the classifier; the message says why.
+            UserError: recjax cannot compute the classifier; the message says why.
         """
         self._path = path
         self._device = device
@@ -46,8 +47,8 @@ class RewardModel:
         try:
             self._config, self._pad = classifier_config(path)
             self._tokenizer = load_tokenizer(path)
-        except ValueError as error:
-            raise ValueError(f"task.reward = 'model:{path}': {error}") from error
+        except UserError as error:
+            raise UserError("task.reward", str(error), value=f"model:{path}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the weights."""
