@@ -264,6 +264,7 @@ class ReplayConfig(ConfigBlock):
     def check(self, config: "Config") -> None:
         """Refuses a buffer that this run does not fill, or that cannot give a batch its groups."""
         experience = config.experience
+        assert experience is not None  # it holds this block
         if experience.store and not config.follows:
             raise UserError(
                 "experience.replay",

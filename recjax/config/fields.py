@@ -143,7 +143,7 @@ def key(default: Any, description: str = "", note: str = "", may_change: bool = 
         constraints: pydantic's constraints, such as `ge` and `lt`.
     """
     default = {"default_factory": default} if callable(default) else {"default": default}
-    extra = {"note": note, "may_change": may_change}
+    extra: dict[str, Any] = {"note": note, "may_change": may_change}
     return pydantic.Field(**default, description=description, json_schema_extra=extra, **constraints)
 
 

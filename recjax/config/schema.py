@@ -270,8 +270,9 @@ class AlgorithmConfig(ConfigBlock):
 
         try:
             return presets.build_algorithm(self.preset, self.overrides())
-        except ValueError as error:
-            raise UserError(problem=f"algorithm.{error}") from error
+        except UserError as error:
+            where = f"algorithm.{error.where}"
+            raise UserError(where, error.problem, error.remedy, error.value) from error
 
 
 _SCHEDULES = {
@@ -396,12 +397,8 @@ class OptimizerConfig(ConfigBlock):
                     did_you_mean(option, parameters).removeprefix("; "),
                     value=value,
                 )
-            if isinstance(value, dict | list):
-                continue
-            try:
+            if not isinstance(value, dict | list):
                 options[option] = checked_value(f"{schedule_key}.{option}", parameters[option].annotation, value)
-            except ValueError as error:
-                raise UserError(problem=str(error)) from error
         peak = next((each for each in ("value", "peak_value", "init_value") if each in parameters), None)
         has_own_peak = peak is None or options.get(peak, self.learning_rate) != self.learning_rate
         if has_own_peak and self.learning_rate != type(self).model_fields["learning_rate"].default:
