@@ -500,8 +500,9 @@ class Check:
         self._keep(index, UserError(self._where(index, name), problem, remedy, value))
 
     def _keep(self, index: int, error: UserError) -> None:
-        self.count = index
-        self._error = error
+        if index < self.count:
+            self.count = index
+            self._error = error
 
     def _where(self, index: int, name: str) -> str:
         return f"{self._place(index)}: {self._names.get(name, name)}"

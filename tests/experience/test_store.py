@@ -307,15 +307,15 @@ def test_a_bad_row_is_refused(name):
         completion_schema.check_records(rows, "record {}".format)
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_first_bad_row_is_named_whatever_its_mistake(first):
-    """A check of one column does not hide an earlier row that a later check refuses."""
-    changes = [dict(completion_mask=np.zeros(3, bool)), dict(id=None), dict(reward=NAN)]
-    rows = [make_row(0)]
-    for number in range(3):
-        rows.append(unchecked(changes[(first + number) % 3], make_row(number + 1)))
-    with pytest.raises(UserError, match=f"record 1: {['completion_mask', 'id', 'reward'][first]} = "):
-        completion_schema.check_records(rows, "record {}".format)
+def test_the_first_bad_row_is_named_whatever_the_next_one_has():
+    """The check of a column neither hides an earlier row, which another check refuses, nor relies on a refused one."""
+    names = ("no id", "NaN reward", "no tokens", "nothing drawn", "mask too short", "log-probs too long")
+    others = [unchecked(BAD_ROWS[name][0], make_row(4)) for name in names]
+    for change, value, _ in BAD_ROWS.values():
+        row = unchecked(change, make_row(3))
+        for other in others:
+            with pytest.raises(UserError, match=f"^record 1: {re.escape(value)}"):
+                completion_schema.check_records([make_row(0), row, other], "record {}".format)
 
 
 def test_completions_of_a_policy_are_checked_together(monkeypatch):
