@@ -98,8 +98,9 @@ def user_function(key: str, name: str) -> Callable[..., Any]:
             name,
         ) from error
     except (ImportError, ValueError) as error:
-        remedy = "the module must be importable from the folder you start in or installed"
-        raise UserError(key, described(error), remedy, name) from error
+        raise UserError(
+            key, described(error), "the module must be importable from the folder you start in or installed", name
+        ) from error
     except Exception as error:
         raise UserError(key, f"importing it failed with {described(error)}", value=name) from error
     imported = getattr(loaded, function, None)

@@ -772,8 +772,9 @@ class Store:
             try:
                 self._insert(connection, REWARDS, rows)
             except sql.exc.IntegrityError as error:
-                problem = f"a completion already has a reward of {grader!r}; rewards cannot change"
-                raise Conflict(self.name, problem) from error
+                raise Conflict(
+                    self.name, f"a completion already has a reward of {grader!r}; rewards cannot change"
+                ) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
 
     def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[tuple]) -> None:

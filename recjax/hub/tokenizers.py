@@ -172,8 +172,11 @@ def check_configs(folder: Path) -> None:
     """
     for file in filter(Path.is_file, (folder / "config.json", folder / "generation_config.json")):
         if (size := file.stat().st_size) > _CONFIG_BYTES:
-            problem = f"has {size} bytes, and a model's has {_CONFIG_BYTES} at most"
-            raise UserError(file, problem, "fetch the file again, or remove long lists such as eos_token_id")
+            raise UserError(
+                file,
+                f"has {size} bytes, and a model's has {_CONFIG_BYTES} at most",
+                "fetch the file again, or remove long lists such as eos_token_id",
+            )
     for file in sorted(folder.glob("*config*.json")):
         try:
             fields = json.loads(file.read_text(encoding="utf-8-sig"))

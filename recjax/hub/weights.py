@@ -117,8 +117,11 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
         try:
             check_manifest(folder)
         except UserError as error:
-            remedy = f"write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}"
-            raise UserError(error.where, error.problem, remedy) from error
+            raise UserError(
+                error.where,
+                error.problem,
+                f"write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}",
+            ) from error
     config = read_config(folder)
     return config, read_params(folder, config)
 
@@ -530,8 +533,12 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
         if name == "target_parameters":
             value = [parameter for parameter in value or () if str(parameter).split(".")[-1] not in _JOINT_EXPERTS]
         if value not in values and value not in ([], {}):
-            remedy = "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result"
-            raise UserError(f"{file}: {name}", "recjax does not compute such adapters", remedy, value=value)
+            raise UserError(
+                f"{file}: {name}",
+                "recjax does not compute such adapters",
+                "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result",
+                value=value,
+            )
     for name in ("r", "lora_alpha"):
         if type(value := fields.get(name)) not in (int, float) or not 0 < value < 2**31:
             raise UserError(f"{file}: {name}", "takes a number above 0", "fetch the file again", value=value)

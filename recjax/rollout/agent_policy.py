@@ -94,8 +94,11 @@ def token_ids(prompt: Any) -> Int[np.ndarray, " prompt_time"]:
     except Exception as error:
         raise UserError("policy.complete", f"the prompt is no array of token ids ({error})", remedy) from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        problem = f"the prompt is {shown(prompt, 80)}, an array of shape {ids.shape} and dtype {ids.dtype}"
-        raise UserError("policy.complete", problem, remedy)
+        raise UserError(
+            "policy.complete",
+            f"the prompt is {shown(prompt, 80)}, an array of shape {ids.shape} and dtype {ids.dtype}",
+            remedy,
+        )
     return ids
 
 
@@ -270,8 +273,9 @@ class AgentPolicy:
         if "" in stop:
             raise UserError("stop", "an empty string would end every reply", "remove it", value=stop)
         if max_tokens is not None and (not isinstance(max_tokens, int | np.integer) or max_tokens < 1):
-            remedy = "takes a whole number from 1, or None for rollout.max_completion_tokens"
-            raise UserError("max_tokens", remedy, value=max_tokens)
+            raise UserError(
+                "max_tokens", "takes a whole number from 1, or None for rollout.max_completion_tokens", value=max_tokens
+            )
         if isinstance(prompt, str):
             text = prompt
             ids = self.trajectory.tokens_of(text, rendered)

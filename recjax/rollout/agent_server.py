@@ -120,8 +120,12 @@ def chat_arguments(body: Any) -> dict[str, Any]:
         if name not in (*_READ, *_IGNORED, *_FIXED):
             raise UserError(name, f"policy.base_url takes {', '.join(_READ)}", "remove this key")
         if name in _FIXED and value is not None and value != _FIXED[name]:
-            remedy = "remove it; the agent samples from the run's distribution (rollout.temperature and its neighbors)"
-            raise UserError(name, f"policy.base_url takes {_FIXED[name]!r}", remedy, value=value)
+            raise UserError(
+                name,
+                f"policy.base_url takes {_FIXED[name]!r}",
+                "remove it; the agent samples from the run's distribution (rollout.temperature and its neighbors)",
+                value=value,
+            )
     limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     return {
         "messages": body.get("messages"),

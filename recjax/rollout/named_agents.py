@@ -57,8 +57,9 @@ def named(key: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
-        remedy = "the module must be importable from the folder you start in or installed"
-        raise UserError(key, described(error), remedy, value=name) from error
+        raise UserError(
+            key, described(error), "the module must be importable from the folder you start in or installed", value=name
+        ) from error
 
 
 # --- Tools.
@@ -109,8 +110,12 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Non
     try:
         render_chats(tokenizer, [chat], tools=tools.schemas)
     except UserError as error:
-        remedy = "use a model whose template takes tool results, or write an agent of your own"
-        raise UserError("task.agent", str(error), remedy, value="tools") from error
+        raise UserError(
+            "task.agent",
+            str(error),
+            "use a model whose template takes tool results, or write an agent of your own",
+            value="tools",
+        ) from error
     if not reads_variable(tokenizer, "tools"):
         logger.warning(
             "task.agent = 'tools': the chat template of %s shows no tools to the model, so the model knows only the"
@@ -145,8 +150,11 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
             try:
                 inspect.signature(world.reset).bind(seed=0)
             except TypeError as error:
-                form = "write it as reset(self, *, seed=None, options=None)"
-                raise UserError("task.environment", f"reset() must take a seed ({error})", form) from error
+                raise UserError(
+                    "task.environment",
+                    f"reset() must take a seed ({error})",
+                    "write it as reset(self, *, seed=None, options=None)",
+                ) from error
             started = await _awaited(world.reset(seed=int.from_bytes(digest[:4], "big")))
             observation, info = _checked_result("reset", started, ("observation", "info"))
             told = _told(problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt), observation)

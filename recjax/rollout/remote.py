@@ -187,8 +187,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         try:
             reply = self.server.sent("POST", path, body)
         except UserError as error:  # vLLM ends after an error in its workers
-            remedy = f"{path} with {body} is part of a push of weights, so {unknown}"
-            raise UserError(problem=str(error), remedy=remedy) from error
+            raise UserError(
+                problem=str(error), remedy=f"{path} with {body} is part of a push of weights, so {unknown}"
+            ) from error
         words = error_of(reply)[0]
         with contextlib.suppress(ValueError):
             parsed = reply.json()

@@ -139,8 +139,10 @@ class RemoteServer:
             raise UnusableError(f"finish_reason {code}")
         if reply.status_code in (401, 403):
             file = "--api_key_file" if self._address.key == "--engine" else "rollout.engine.api_key_file"
-            remedy = f"give {file}, a file with one key, or set ${KEY_VARIABLE}"
-            raise UserError(problem=f"{self.url} refuses the request ({words})", remedy=remedy)
+            raise UserError(
+                problem=f"{self.url} refuses the request ({words})",
+                remedy=f"give {file}, a file with one key, or set ${KEY_VARIABLE}",
+            )
         if not reply.is_success:
             raise UserError(problem=f"{self.url} refuses the request with status {reply.status_code}: {words}")
         try:

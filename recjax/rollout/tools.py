@@ -213,8 +213,11 @@ def _schema(name: str, function: Any) -> dict[str, Any]:
         try:
             schema = get_json_schema(function)
         except Exception as error:
-            remedy = "give it type hints and a docstring with Args, or an attribute schema"
-            raise UserError("task.tools", f"recjax cannot derive a schema from {name} ({error})", remedy) from error
+            raise UserError(
+                "task.tools",
+                f"recjax cannot derive a schema from {name} ({error})",
+                "give it type hints and a docstring with Args, or an attribute schema",
+            ) from error
     if not isinstance(schema.get("function", {}).get("name"), str):
         form = '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
         raise UserError("task.tools", f"{name}: its schema is {schema!r:.200}", f"write it as {form}")

@@ -78,8 +78,9 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         if is_shown and not any(problem.answer for problem in splits[0]):
             raise UserError("warm_start", "trains on answers, and no problem has one", "remove it, or give answers")
         if clash := reward.weights.keys() & rewards.keys():
-            key = f"task.mixture.{min(clash)}"
-            raise UserError(key, f"a part of the reward {reward.name} has the same name", "rename the task")
+            raise UserError(
+                f"task.mixture.{min(clash)}", f"a part of the reward {reward.name} has the same name", "rename the task"
+            )
         with _naming(name):
             rewards[name] = with_columns(reward, *splits)
             _check_parts(config, name, rewards[name], problems)

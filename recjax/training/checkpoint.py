@@ -146,8 +146,10 @@ def best_step(run: Path, metric: str) -> int:
     known = sorted({key for row in rows for key, value in row.items() if isinstance(value, int | float)})
     # Only evaluations have metrics before the first step.
     if not values and (len(rows) > 1 or name.startswith("evaluation/")):
-        remedy = f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}"
-        raise UserError(f"metric {metric!r} (training.keep_best)", remedy)
+        raise UserError(
+            f"metric {metric!r} (training.keep_best)",
+            f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}",
+        )
     return max(values, key=lambda step: -values[step] if metric != name else values[step], default=0)
 
 
@@ -216,8 +218,11 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             state = checkpointer.restore(folder.absolute(), args=arguments)["optimizer_state"]
     except Exception as error:
-        remedy = "set optimizer.state=new to begin with a new state"
-        raise UserError(folder, f"its optimizer state does not fit ({short_error(error)})", remedy) from error
+        raise UserError(
+            folder,
+            f"its optimizer state does not fit ({short_error(error)})",
+            "set optimizer.state=new to begin with a new state",
+        ) from error
     begins = (optax.ScaleByScheduleState, Averaged) if new_average else optax.ScaleByScheduleState
     is_new = lambda node: isinstance(node, begins)  # noqa: E731
     return jax.tree.map(lambda new, old: new if is_new(new) else old, fresh, state, is_leaf=is_new)

@@ -539,8 +539,11 @@ def _read_whole(run: Path, config: Config, step: int | str | None, read: Callabl
             if folder.exists():
                 raise
             if step not in (None, "best") or tries == 1:
-                remedy = "raise training.keep_checkpoints, or read it again"
-                raise UserError(folder, "the run deleted this checkpoint during the read", remedy) from error
+                raise UserError(
+                    folder,
+                    "the run deleted this checkpoint during the read",
+                    "raise training.keep_checkpoints, or read it again",
+                ) from error
 
 
 def _restored(run: Path, step: int, like: dict) -> dict:
