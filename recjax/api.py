@@ -87,7 +87,7 @@ def _check_keys(options: Mapping[str, Any], read: Sequence[str]) -> None:
     """Refuses keys that would have no effect.
 
     Raises:
-        ValueError: the message lists the keys that have one.
+        UserError: the message lists the keys that have one.
     """
     for name, value in options.items():
         remedy = f"has no effect here ({_INSTEAD.get(name, 'remove it')}); this call takes {', '.join(read)}"
@@ -136,7 +136,7 @@ def run(
             learning_rate, by `output`, `seed` and the other keys without a block, or by dotted key:
             `run(config, **{"mesh.data": 2})`.
     Raises:
-        ValueError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
+        UserError: a config, task, model, store or folder that cannot be used, a reward function at fault, or the run
             in `output` has problems or a reward with another digest.
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint; a script that does not catch it
             ends with one line.
@@ -214,7 +214,7 @@ def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":
     Args:
         reward: the function that the program passed to `run`, for `TrainedPolicy.evaluate`.
     Raises:
-        ValueError: the folder is not a run.
+        UserError: the folder is not a run.
     """
     run_config(Path(folder))
     return Result(Path(folder), reward)
@@ -280,7 +280,7 @@ class TrainedPolicy:
             step: step of the checkpoint, or "best"; None: the newest.
             reward: function for `evaluate`; None: `task.reward` names it.
         Raises:
-            ValueError: the checkpoint does not exist, or its model or problems cannot be read.
+            UserError: the checkpoint does not exist, or its model or problems cannot be read.
         """
         keep_compiled_programs()
         self._run = Path(run)
@@ -305,7 +305,7 @@ class TrainedPolicy:
             rollout: keys of `rollout` with other values than in the run: temperature, top_k, top_p, min_p,
                 max_completion_tokens and stop. Temperature 0 takes the most likely tokens, whose log-probs are then 0.
         Raises:
-            ValueError: a prompt that the model cannot read, another key, or a value that `rollout` refuses.
+            UserError: a prompt that the model cannot read, another key, or a value that `rollout` refuses.
         """
         _check_keys(rollout, _SAMPLE_KEYS)
         is_count = isinstance(samples, int | np.integer) and samples >= 1
@@ -336,7 +336,7 @@ class TrainedPolicy:
             completions: results of `sample`, or texts, which get an end token.
             sampling: temperature, top_k, top_p and min_p of the distribution; default: temperature 1, and all tokens.
         Raises:
-            ValueError: a text outside the vocabulary, or another key.
+            UserError: a text outside the vocabulary, or another key.
         """
         _check_keys(sampling, Sampling._fields)
         records = []
@@ -378,7 +378,7 @@ class TrainedPolicy:
             evaluation: keys of `evaluation` with other values than in the run: samples, temperature, top_k, top_p and
                 min_p.
         Raises:
-            ValueError: problems that cannot be used, another key, a value that `evaluation` refuses, or a missing
+            UserError: problems that cannot be used, another key, a value that `evaluation` refuses, or a missing
                 reward function.
         """
         _check_keys(evaluation, _EVALUATE_KEYS)

@@ -44,7 +44,7 @@ def check_server(
         arguments: overrides of the config, and `checkpoint=…`.
         pushes, draws: see `EngineCheck`.
     Raises:
-        ValueError: the config is invalid, or the server does not answer.
+        UserError: the config is invalid, or the server does not answer.
     """
     checkpoint = next((text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")), None)
     overrides = [text for text in arguments if not text.startswith("checkpoint=")]

@@ -43,7 +43,7 @@ def folders_of(source: str) -> list[Path]:
     """The run or evaluation folders that a path or a pattern names, themselves or as folders in it.
 
     Raises:
-        ValueError: the source has no such folder.
+        UserError: the source has no such folder.
     """
 
     def has_numbers(folder: Path) -> bool:
@@ -93,7 +93,7 @@ def plan_words(differences: np.ndarray, smallest: float) -> str:
     """How many seeds show a difference of a size, by the spread of a pilot's differences.
 
     Raises:
-        ValueError: the pilot has one seed, or the difference needs too many seeds.
+        UserError: the pilot has one seed, or the difference needs too many seeds.
     """
     if len(differences) < 2:
         raise UserError("--plan", "the runs have one seed in common", "a spread needs at least 2, and better 4")

@@ -39,7 +39,7 @@ class UserError(ValueError):
         text = "; ".join(part for part in (self.problem, self.remedy) if part)
         return ": ".join(part for part in (place, text) if part)
 
-    def within(self, place: str) -> "UserError":
+    def within(self, place: str | os.PathLike) -> "UserError":
         """The same mistake in its container, which the text names first.
 
         Examples:

@@ -60,7 +60,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Splits arguments into the checkpoint, if any, and the config overrides.
 
     Raises:
-        ValueError: there are several checkpoints, or an `output=` override.
+        UserError: there are several checkpoints, or an `output=` override.
     """
     checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
     overrides = [text for text in arguments if not text.startswith("checkpoint=")]
@@ -86,7 +86,7 @@ def evaluate(
         output: folder to write; None: a folder in runs/evaluations with the names of model and task.
         everything: flag to evaluate on all problems of the task, and not only on held-out ones.
     Raises:
-        ValueError: the data is invalid, the checkpoint is missing, or the folder holds something else.
+        UserError: the data is invalid, the checkpoint is missing, or the folder holds something else.
     """
     check_processes(config)
     task = load_task(config, "all" if everything else "held_out")._replace(train=[])
@@ -149,7 +149,7 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     """Creates the folder with its config.yaml, or checks that it belongs to the same evaluation.
 
     Raises:
-        ValueError: the folder holds another evaluation or other files.
+        UserError: the folder holds another evaluation or other files.
     """
     stored = folder / "config.yaml"
     with writing(folder):

@@ -42,7 +42,7 @@ def export(
     """Exports a run or a model to `output`; returns a description of the export.
 
     Raises:
-        ValueError: the arguments contradict each other, or a file cannot be read or written.
+        UserError: the arguments contradict each other, or a file cannot be read or written.
     """
     if (run is None) == (model is None):
         given_flags = "both" if run else "neither"
@@ -67,7 +67,7 @@ def push(folder: str, repository: str, public: bool = False) -> str:
     Returns:
         Address of the repository.
     Raises:
-        ValueError: the hub refuses the upload or cannot be reached; the folder remains.
+        UserError: the hub refuses the upload or cannot be reached; the folder remains.
     """
     api = HfApi()
     try:

@@ -26,7 +26,7 @@ def feedback(store: str | Path, file: str | Path) -> Given:
     """Completes pending rows of a store from a JSON Lines file.
 
     Raises:
-        ValueError: see `give_rewards`; the message has file and line.
+        UserError: see `give_rewards`; the message has file and line.
     """
     rows = read_file(Path(file), "--file")
     with Store(store) as opened:

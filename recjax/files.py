@@ -32,7 +32,7 @@ def writing(path: str | Path) -> Iterator[None]:
     """Adds `path` to write errors of the block: disk full, missing permission, missing folder.
 
     Raises:
-        ValueError: the block raised an OSError.
+        UserError: the block raised an OSError.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     If the process is killed before that, the previous file remains.
 
     Raises:
-        ValueError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     partial = path.with_name(partial_of(path.name))
     with writing(path):
@@ -85,7 +85,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Writes or replaces a file in one step; see `whole_file`.
 
     Raises:
-        ValueError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -96,7 +96,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `folder`, with a manifest, at the end; an error removes it.
 
     Raises:
-        ValueError: the folder cannot be written.
+        UserError: the folder cannot be written.
     """
     folder = folder.absolute()
     partial = folder.with_name(partial_of(folder.name))
@@ -119,7 +119,7 @@ def locked_file(path: Path, seconds: float = -1) -> Iterator[None]:
     Args:
         seconds: time to wait for another holder; -1: until the holder releases the lock.
     Raises:
-        ValueError: the file cannot be written.
+        UserError: the file cannot be written.
         filelock.Timeout: another holder kept the lock.
     """
     with writing(path):
@@ -169,7 +169,7 @@ def write_manifest(folder: Path) -> None:
     """Writes the manifest of all files under a folder; call it after all files are written.
 
     Raises:
-        ValueError: it cannot be written.
+        UserError: it cannot be written.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name != MANIFEST]
@@ -185,7 +185,7 @@ def check_manifest(folder: Path) -> None:
     """Compares all files of a folder with its manifest; ignores files that the manifest does not list.
 
     Raises:
-        ValueError: the manifest or a file is missing or damaged; the message names the file and the problem.
+        UserError: the manifest or a file is missing or damaged; the message names the file and the problem.
     """
     if not folder.is_dir():
         raise UserError(folder, "does not exist")
@@ -219,7 +219,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """The content of a file that `write_sealed` wrote.
 
     Raises:
-        ValueError: it is damaged.
+        UserError: it is damaged.
     """
     try:
         sealed = json.loads(path.read_text(encoding="utf-8"))

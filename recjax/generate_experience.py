@@ -71,7 +71,7 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
     Returns:
         Number of batches that this call sampled.
     Raises:
-        ValueError: the checkpoint is missing, or the task or the store cannot be read.
+        UserError: the checkpoint is missing, or the task or the store cannot be read.
     """
     check_processes(config)
     config = config if run else with_start(config)
@@ -116,7 +116,7 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
     Args:
         source: name of the new rows in the store; None: the name of the server's model.
     Raises:
-        ValueError: the server refuses or does not answer, or the task or the store cannot be read.
+        UserError: the server refuses or does not answer, or the task or the store cannot be read.
     """
     require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--engine"))
     remedy = "is not for --engine, whose server samples only single turns; remove the key, or sample without --engine"
@@ -151,7 +151,7 @@ def _with_content(name: str, content: dict[str, Any], stored_ids: Collection[str
     Rows of an older version have only the config's name and keep it.
 
     Raises:
-        ValueError: the store has rows of the same config with other content.
+        UserError: the store has rows of the same config with other content.
     """
     written = {row.partition("/")[0] for row in stored_ids if row.startswith(name)}
     if name in written:
@@ -266,7 +266,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
     """The config, and the default source name for the rows.
 
     Raises:
-        ValueError: the flags contradict each other, or the config is invalid.
+        UserError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
         problem = "found both" if run else "found neither"

@@ -53,7 +53,7 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
         processes: number of processes.
         process_id: number of this process, from 0.
     Raises:
-        ValueError: some arguments are missing, and no environment provides them; the coordinator has no port, or
+        UserError: some arguments are missing, and no environment provides them; the coordinator has no port, or
             another program uses it; a process does not come, or comes with other arguments.
     """
     if processes == 1:
@@ -114,7 +114,7 @@ def _receive_calls(coordinator: str, processes: int) -> None:
     """Waits in process 0 until all other processes have called, then answers each with the reason not to start, if any.
 
     Raises:
-        ValueError: see `connect_processes`.
+        UserError: see `connect_processes`.
     """
     host = _loopback_host(coordinator)
     dual = socket.has_dualstack_ipv6() and host is None
@@ -162,7 +162,7 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
     """Waits for the answer of process 0, which comes when all processes have called.
 
     Raises:
-        ValueError: see `connect_processes`.
+        UserError: see `connect_processes`.
     """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + MEETING_SECONDS
@@ -308,7 +308,7 @@ def agree(what: str, values: Mapping[str, Any]) -> None:
     """Compares named values over all processes; every process must call it.
 
     Raises:
-        ValueError: in all processes, with each name whose values differ, and the values.
+        UserError: in all processes, with each name whose values differ, and the values.
     """
     if jax.process_count() == 1:
         return
@@ -351,7 +351,7 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
     Args:
         compute: function of consecutive items and the index of the first one.
     Raises:
-        ValueError: raised in all processes if any process raises it.
+        UserError: raised in all processes if any process raises it.
     """
     agree("problems or demonstrations", {"number": len(things)})
     if jax.process_count() == 1 or len(things) < WORTH_SHARING:

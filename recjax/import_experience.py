@@ -47,7 +47,7 @@ def import_files(
         columns, source, sampling: arguments of `foreign.import_rows`.
         tokenizer: folder or hub name of the tokenizer that made the token columns.
     Raises:
-        ValueError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
+        UserError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
     """
     vocabulary = name = None
     if tokenizer:  # whose imports take seconds
@@ -78,7 +78,7 @@ def import_exports(exports: Sequence[Iterable[Record]], place: str | Path) -> in
         exports: results of `exchange.read_exported`.
         place: file or URL of the store.
     Raises:
-        ValueError: a completion is invalid, or the store already has it.
+        UserError: a completion is invalid, or the store already has it.
     """
     with Store(place, create=True) as store:
         return store.change(_changes(itertools.chain.from_iterable(exports)), are_checked=True)
@@ -97,7 +97,7 @@ def check_texts(
     Prompt tokens must decode to the prompt's text, or to a text with every message's content in order.
 
     Raises:
-        ValueError: tokens and text differ; the message has the place and the decoded text.
+        UserError: tokens and text differ; the message has the place and the decoded text.
     """
     special = [token for token in tokenizer.all_special_tokens if token]
 

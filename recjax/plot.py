@@ -32,7 +32,7 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
     """Selects the rows that satisfy every "axis=value,value" in `only`.
 
     Raises:
-        ValueError: the table lacks an axis or value.
+        UserError: the table lacks an axis or value.
     """
     for text in only:
         axis, _, values = text.partition("=")

@@ -32,7 +32,7 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
     """Reads the completions that a run kept, by step.
 
     Raises:
-        ValueError: the run kept no completions, or a file is damaged.
+        UserError: the run kept no completions, or a file is damaged.
     """
     rows = [row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")]
     if not rows:
@@ -60,7 +60,7 @@ def write_page(runs: Sequence[Path], output: Path, follows: bool = False) -> int
     Args:
         follows: see `sample_page`.
     Raises:
-        ValueError: one of `runs` is not a training run or has no kept completions, or the page cannot be written.
+        UserError: one of `runs` is not a training run or has no kept completions, or the page cannot be written.
     """
     sections = []
     for run in runs:

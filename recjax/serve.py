@@ -50,7 +50,7 @@ def load(
         A name, the policy, its weights on the devices, and a function that returns newer weights if there are any; None
         instead of the function without a followed run.
     Raises:
-        ValueError: not exactly one of `run`, `model` and `follow` is given, or it cannot be read.
+        UserError: not exactly one of `run`, `model` and `follow` is given, or it cannot be read.
     """
     named = [name for name, value in (("--run", run), ("--model", model), ("--follow", follow)) if value is not None]
     if len(named) != 1:
@@ -111,7 +111,7 @@ def listen(host: str, port: int, seconds: float) -> socket.socket:
     Args:
         seconds: time after which the system closes a connection whose client does not take its reply.
     Raises:
-        ValueError: the address is in use, or does not belong to this machine.
+        UserError: the address is in use, or does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -129,7 +129,7 @@ def check_extra() -> None:
     """Checks that the packages for serving are installed.
 
     Raises:
-        ValueError: a package is missing.
+        UserError: a package is missing.
     """
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -230,7 +231,12 @@ class Workers:
                     return None
                 error, result = connection.recv()
                 future = calls.popleft().future
-                future.set_result(result) if error is None else future.set_exception(CallFailed("error", error))
+                if error is None:
+                    future.set_result(result)
+                else:
+                    failure = CallFailed("error", error)
+                    failure.add_note(f"in the worker process:\n{result}")
+                    future.set_exception(failure)
         except (EOFError, ConnectionError):
             worker = self._new_worker()  # raises an error if the program has also ended
             calls.popleft().future.set_exception(CallFailed("crash", "it crashed"))
@@ -407,7 +413,8 @@ def _work(connection: Connection, memory: int | None) -> None:
                     except Exception:
                         message = "its message cannot be printed"
                     message = f"{type(error).__name__}: {message}"[:500].encode("utf-8", "replace").decode()
-                    reply = pickle.dumps((message, None))
+                    frames = "".join(traceback.format_tb(error.__traceback__, -10))
+                    reply = pickle.dumps((message, frames))
                 if os.getpid() != pid:  # a child that the function forked; the worker itself answers
                     os._exit(0)
                 connection.send_bytes(reply)

@@ -130,7 +130,7 @@ def test_frames_data_sets_and_numpy_rows_are_kept_as_the_same_rows():
     [
         ([], "there are no rows"),
         ([*ROWS, "1+1="], "row 81 must be a dict of columns; got '1\\+1='"),
-        ([{"prompt": "1+1=", "answer": {2}}], "row 0: column 'answer' must hold text .*a value of type set"),
+        ([{"prompt": "1+1=", "answer": {2}}], "row 0: column 'answer': must hold text .*a value of type set"),
         ({"prompt": ["1+1="], "answer": [2]}, "a mapping with train and evaluation"),
         ([*ROWS, {"prompt": "1+1=", "answer": None}], "problems: row 81: no 'answer'; the row has 'prompt'"),
         (None, "the config has no task; set one, or pass problems"),

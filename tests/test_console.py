@@ -278,15 +278,16 @@ def test_a_bar_that_is_not_shown_prints_nothing(monkeypatch, isatty):
     assert stream.getvalue() == ""
 
 
-def test_only_runtime_errors_of_recjax_are_lines(monkeypatch):
+def test_only_user_errors_are_lines(monkeypatch):
     monkeypatch.setattr(console, "configure_logging", lambda: None)
     monkeypatch.setattr(logging, "disable", lambda: None)
     monkeypatch.setattr(workers.Workers, "loading", True)
-    with pytest.raises(SystemExit, match="^error: recjax.run cannot start in a module"):
+    with pytest.raises(SystemExit, match="^error: recjax.run: cannot start in a module"):
         console.command(lambda _: workers.refuse_while_loading("recjax.run"))([])
 
-    def others(_):
+    def broken(_):
         raise RuntimeError("of another package")
 
-    with pytest.raises(RuntimeError, match="of another package"):
-        console.command(others)([])
+    with pytest.raises(RuntimeError, match="of another package") as raised:
+        console.command(broken)([])
+    assert raised.value.__notes__ == [console.FAULT]

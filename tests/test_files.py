@@ -50,10 +50,10 @@ def test_no_bit_changes_unnoticed(folder, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "text.json").write_text("{"), "text.json is damaged: it has 1 bytes, not 8"),
-        (lambda folder: (folder / "text.json").unlink(), "text.json is missing"),
+        (lambda folder: (folder / "text.json").write_text("{"), "text.json: is damaged: it has 1 bytes, not 8"),
+        (lambda folder: (folder / "text.json").unlink(), "text.json: is missing"),
         (lambda folder: (folder / files.MANIFEST).unlink(), "has no manifest.json"),
-        (lambda folder: (folder / files.MANIFEST).write_text(""), "manifest.json is damaged"),
+        (lambda folder: (folder / files.MANIFEST).write_text(""), "manifest.json: is damaged"),
     ],
 )
 def test_what_is_cut_or_gone_is_named(tmp_path, change, message):
@@ -65,7 +65,7 @@ def test_what_is_cut_or_gone_is_named(tmp_path, change, message):
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere does not exist"):
+    with pytest.raises(ValueError, match="nowhere: does not exist"):
         files.check_manifest(tmp_path / "nowhere")
 
 

@@ -100,7 +100,7 @@ def test_texts_alone_become_the_same_tokens(tiny, generated):
 
 def test_rows_of_another_vocabulary_are_refused(tiny, generated):
     with pytest.raises(
-        ValueError, match=r"row '.*/00001' of source 'initial' has tokens of another vocabulary \(other\)"
+        ValueError, match=r"row '.*/00001' of source 'initial': has tokens of another vocabulary \(other\)"
     ):
         with_tokens([generated[0], generated[1]._replace(tokenizer="other")], tiny[2].policy)
     with pytest.raises(ValueError, match="outside the policy's vocabulary"):

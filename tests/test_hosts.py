@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from recjax import hosts
 from recjax.config import load_config, to_yaml
+from recjax.errors import UserError
 from recjax.evaluate import evaluate
 from recjax.generate_experience import generate
 from recjax.hub.tokenizers import character_tokenizer
@@ -328,6 +329,7 @@ def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
 EXCHANGES = """
 import sys, time
 from recjax import hosts
+from recjax.errors import UserError
 
 coordinator, _, number = sys.argv[1:]
 hosts.connect_processes(coordinator, 2, int(number))
@@ -343,7 +345,7 @@ def fails(error):
     try:
         hosts.from_first(act)
     except Exception as raised:
-        return repr(raised)
+        return f"{type(raised).__name__}: {raised}"
 
 late = hosts.LateAnswers()
 found = [
@@ -351,7 +353,7 @@ found = [
     [late.any_says(yes) for yes in (False, number == "1", False, False)],
     hosts.from_first(slowly),
     len(hosts.from_first(lambda: bytes(20_000_000))),
-    [fails(error) for error in (ValueError("wrong"), KeyError("k"))][0],
+    [fails(error) for error in (UserError("wrong"), ValueError("broken"))],
 ]
 print("found", found)
 """
@@ -361,8 +363,10 @@ print("found", found)
 def test_two_processes_exchange_what_they_have(tmp_path, ended):
     ended += (started := two_of(tmp_path, ["-c", EXCHANGES]))
     assert [process.wait(120) for process in started] == [0, 0], said(tmp_path, 0) + said(tmp_path, 1)
-    expected = [[b"ab", b"ababab"], [False, False, True, False], "0", 20_000_000, "ValueError('wrong')"]
-    assert all(f"found {expected}" in said(tmp_path, number) for number in range(2)), said(tmp_path, 1)
+    expected = [[b"ab", b"ababab"], [False, False, True, False], "0", 20_000_000]
+    for number, fault in enumerate(("ValueError: broken", "RuntimeError: broken")):
+        found = [*expected, ["UserError: wrong", fault]]
+        assert f"found {found}" in said(tmp_path, number), said(tmp_path, number)
 
 
 # Encodes many problems, of which the last lacks what `fault` says, and writes what came of it.
@@ -463,7 +467,7 @@ def test_what_is_shared_out_is_computed_once_and_in_order(monkeypatch):
     def squares(numbers, first):
         computed.append((first, len(numbers)))
         if 49 in numbers:
-            raise ValueError(f"{first + numbers.index(49)} is wrong")
+            raise UserError(f"{first + numbers.index(49)} is wrong")
         return [number**2 for number in numbers]
 
     monkeypatch.setattr(hosts, "WORTH_SHARING", 5)

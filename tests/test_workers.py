@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recjax.errors import UserError
 from recjax.tasks.grading.event_loop import run_to_end
 from recjax.workers import CallFailed, DaemonThreads, Workers
 from tests import leftovers
@@ -63,7 +64,7 @@ def test_what_a_call_starts_ends_when_the_program_is_killed_alone(pids):
         assert workers.call(leftovers.leave, pids, "return").result() == "left"
         os.kill(workers._program.pid, signal.SIGKILL)
         assert leftovers.alive_after(pids, 20) == []
-        with pytest.raises(RuntimeError, match="ended by themselves"):
+        with pytest.raises(UserError, match="ended by themselves"):
             workers.call(len, "abc").result()
 
 
@@ -107,7 +108,7 @@ def test_a_module_that_starts_workers_is_refused_in_workers(tmp_path):
         "from recjax.workers import Workers\nprint(Workers(1, None, 'chain').call(len, 'a').result())\n"
     )
     done = subprocess.run([sys.executable, "chain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "worker processes cannot start in a module that worker processes import" in done.stderr
+    assert "worker processes: cannot start in a module that worker processes import" in done.stderr
     assert "the worker processes ended by themselves" in done.stderr
 
 

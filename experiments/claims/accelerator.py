@@ -28,6 +28,7 @@ from recjax.analysis.collect import axes_of, collect, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.console import command, start
+from recjax.errors import UserError
 from recjax.plots.style import finish, new_figure
 from recjax.sweep import cores, run_all
 from recjax.training.run_folder import is_finished, starts
@@ -142,7 +143,7 @@ def write_table(runs: list[SweepRun], path: Path) -> pd.DataFrame:
     finished = [run for run in runs if run.name not in known and is_finished(run.config)]
     tables = [*known.values(), *(collect([run]) for run in finished)]
     if not tables:
-        raise ValueError(f"none of the {len(runs)} runs is finished; the same command resumes them")
+        raise UserError("", f"none of the {len(runs)} runs is finished; the same command resumes them")
     table = without_other_metrics(pd.concat(tables, ignore_index=True))
     made_on = {starts(Path(run.config.output))[-1]["devices"] for run in finished}
     made_on |= {*devices_of(path).split(", ")} if known else set()

@@ -20,6 +20,7 @@ from recjax.analysis.collect import collect as collect_metrics
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config, RegimeConfig
 from recjax.console import command, progress_bar
+from recjax.errors import UserError
 from recjax.files import write_whole
 from recjax.training.run_folder import is_finished
 
@@ -56,7 +57,7 @@ def drift_of(config: Config) -> dict[str, float | bool]:
     if drift is None:
         return {}
     if drift.group is not None:
-        raise ValueError(f"rollout.drift.group = {drift.group}: programs have one scale for each output; remove it")
+        raise UserError("", f"rollout.drift.group = {drift.group}: programs have one scale for each output; remove it")
     return {drift.weights: drift.scale, "fixed": drift.fixed, "exact_logprobs": drift.logprobs == "exact"}
 
 
@@ -113,7 +114,7 @@ def collect(runs: list[SweepRun], path: Path) -> pd.DataFrame:
         elif run.name in known:
             tables.append(known[run.name])
     if not tables:
-        raise ValueError(f"none of the {len(runs)} runs is finished; make some first")
+        raise UserError("", f"none of the {len(runs)} runs is finished; make some first")
     return pd.concat(tables, ignore_index=True)
 
 
@@ -128,7 +129,7 @@ def collect_folders(runs: list[SweepRun], path: Path) -> pd.DataFrame:
     known = collected(runs, path)
     tables = [collect_metrics([run]) if is_finished(run.config) else known.get(run.name) for run in runs]
     if all(table is None for table in tables):
-        raise ValueError(f"none of the {len(runs)} runs is finished; python -m recjax.sweep makes them")
+        raise UserError("", f"none of the {len(runs)} runs is finished; python -m recjax.sweep makes them")
     return pd.concat([table for table in tables if table is not None], ignore_index=True)
 
 
@@ -172,14 +173,14 @@ def make_missing(runs: list[SweepRun], path: Path, workers: int, drifts: bool = 
             process.terminate()
             process.join()
     if any(process.exitcode for process in processes):
-        raise ValueError("a worker failed, see above; the same command resumes the sweep")
+        raise UserError("", "a worker failed, see above; the same command resumes the sweep")
 
 
 @command
 def main(argv: list[str]) -> None:
     """Makes what is missing, or collects what is there."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r} is not understood; see --help")
+        raise UserError("", f"{argv[1]!r} is not understood; see --help")
     runs = in_order(read_sweep(HERE / "map.yaml", FLAGS.smoke)[1])
     # The smoke block's runs have the names of others, and fewer steps.
     path = file_of(runs[0]).parent / TABLE.name if FLAGS.smoke else TABLE

@@ -32,6 +32,7 @@ from experiments.claims.verdicts import REGIMES, Claim, as_json, check_starts, c
 from recjax.analysis.collect import axes_of, read_runs, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import read_sweep
+from recjax.errors import UserError
 from recjax.plots.style import COLORS, LABELS, add_legend, finish, new_figure
 
 FLAGS = flags.FLAGS
@@ -271,7 +272,7 @@ def main(argv: list[str]) -> None:
         for name in FLAGS.collect:
             without_other_metrics(collect_finished(name)).to_parquet(TABLES[name], index=False, compression="zstd")
         tables = {name: read_runs(path) for name, path in TABLES.items()}
-    except ValueError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     write_pages(tables, DOCS, HERE)
     for name, claim in claims(tables["grid"]).items():

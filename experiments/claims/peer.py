@@ -26,6 +26,7 @@ from experiments.claims.programs import Programs, Regime, Seed, seed_of
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config
 from recjax.console import command, progress_bar
+from recjax.errors import UserError
 from recjax.experience.batch import Batch
 from recjax.hub.export import export_model, write_base
 from recjax.hub.policy import Policy
@@ -142,7 +143,7 @@ def both(run: SweepRun) -> pd.DataFrame:
 def main(argv: list[str]) -> None:
     """Trains every run twice and writes the table."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r} is not understood; see --help")
+        raise UserError("", f"{argv[1]!r} is not understood; see --help")
     torch.set_num_threads(1)  # the decoder is so small that threads wait for each other
     everything = read_sweep(HERE / "map.yaml", extra=[f"training.steps={FLAGS.steps}"])[1]
     runs = [

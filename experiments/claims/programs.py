@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from recjax.analysis.collect import COLUMNS
 from recjax.config import Config
+from recjax.errors import UserError
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.hub.policy import Policy
@@ -91,13 +92,13 @@ def seed_of(config: Config) -> tuple[Seed, Policy]:
         ValueError: prompts of different lengths, or another reward than that of these programs.
     """
     if (name := config.task.reward_name()) != REWARD:
-        raise ValueError(f"task.reward = {name!r}: these programs compute only {REWARD!r}; set it")
+        raise UserError("", f"task.reward = {name!r}: these programs compute only {REWARD!r}; set it")
     run, params = prepare(config)
     rollout, settings, steps = config.rollout, config.evaluation, config.training.steps
     numbers = np.arange(1, steps + 1)
     problems, count = len(run.train.texts), rollout.prompts_per_step
     if not (run.train.mask.all() and run.held_out.mask.all()):
-        raise ValueError("prompts of one program are of one length; take a task of which that is true")
+        raise UserError("", "prompts of one program are of one length; take a task of which that is true")
     evaluated = range(0, steps + 1, settings.every)
     keys = row_keys(jax.vmap(functools.partial(batch_key, config.seed))(numbers), count * rollout.group_size)
     parts = [

@@ -22,6 +22,7 @@ from experiments.claims.verdicts import (
     mean_over_steps,
 )
 from recjax.analysis.compare import final
+from recjax.errors import UserError
 from recjax.plots.style import COLORS
 
 REGIME = ("interval_20",)
@@ -79,7 +80,7 @@ def chosen_rate(table: pd.DataFrame) -> str:
     """The rate of the runs of more than REINFORCE."""
     rates = table.loc[table["algorithm"] != "reinforce", "rate"].unique()
     if len(rates) != 1:
-        raise ValueError(f"the algorithms' runs are at {len(rates)} rates, not at one: {', '.join(rates)}")
+        raise UserError("", f"the algorithms' runs are at {len(rates)} rates, not at one: {', '.join(rates)}")
     return rates[0]
 
 

@@ -15,6 +15,7 @@ import scipy
 from recjax.analysis.collect import differing_starts
 from recjax.analysis.compare import evaluations_of, final, paired_seeds
 from recjax.analysis.statistics import Estimate, estimate, seed_means
+from recjax.errors import UserError
 
 MARGIN = 0.05  # accuracies closer than this are alike
 KL_MARGIN = float(np.log(1.5))  # divergences within a factor of 1.5 are alike
@@ -33,7 +34,9 @@ def check_starts(name: str, table: pd.DataFrame) -> None:
     """
     mixed = differing_starts(table)
     if mixed:
-        raise ValueError(f"{name}: runs of one seed begin with different policies ({mixed[0]}); make these runs again")
+        raise UserError(
+            "", f"{name}: runs of one seed begin with different policies ({mixed[0]}); make these runs again"
+        )
 
 
 def mean_over_steps(table: pd.DataFrame) -> pd.Series:

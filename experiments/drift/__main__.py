@@ -21,6 +21,7 @@ from experiments.drift import page
 from recjax.analysis.collect import without_other_metrics
 from recjax.analysis.sweeps import read_sweep
 from recjax.console import command
+from recjax.errors import UserError
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent
@@ -67,7 +68,7 @@ def collect_smollm2(to: Path) -> None:
     path = to / "smollm2.parquet"
     try:
         table = collect_folders(read_sweep(HERE / "smollm2.yaml")[1], path)
-    except ValueError:  # no run is finished, which the page says
+    except UserError:  # no run is finished, which the page says
         return
     without_other_metrics(table).to_parquet(path, index=False, compression="zstd")
 
@@ -76,7 +77,7 @@ def collect_smollm2(to: Path) -> None:
 def main(argv: list[str]) -> None:
     """Makes what is missing, then writes tables, figures and page."""
     if argv[1:]:
-        raise ValueError(f"{argv[1]!r} is not understood; see --help")
+        raise UserError("", f"{argv[1]!r} is not understood; see --help")
     to = folder(FLAGS.smoke)
     to.mkdir(parents=True, exist_ok=True)
     parts = FLAGS.part or ["bandit", "quickstart"]
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> None:
     if "smollm2" in parts:
         sweep = [sys.executable, "-m", "recjax.sweep", str(HERE / "smollm2.yaml"), "--workers", "1"]
         if not FLAGS.page and subprocess.run(sweep, check=False).returncode:
-            raise ValueError("the sweep of SmolLM2 ended early, see above; the same command resumes it")
+            raise UserError("", "the sweep of SmolLM2 ended early, see above; the same command resumes it")
         collect_smollm2(to)
     page.write_page(page.read_tables(to), to if FLAGS.smoke else DOCS, to)
 

@@ -18,6 +18,7 @@ from experiments.claims.verdicts import MARGIN, NARROW, Check, Claim, check_star
 from recjax.analysis.compare import final
 from recjax.analysis.statistics import estimate, holm, seed_means
 from recjax.config.yaml_values import read_yaml_file
+from recjax.errors import UserError
 from recjax.plots.style import COLORS, add_legend, finish, new_figure, plain_ticks
 
 HERE = Path(__file__).parent
@@ -122,7 +123,7 @@ def check(ends: pd.Series, question: Question, cause: Cause) -> Check | None:
             found = estimate(seed_means(lost_by_drift(ends, question.first, cause)).to_numpy())
         else:
             found = paired_difference(ends, "algorithm", question.first, question.second, **where)
-    except ValueError:
+    except UserError:
         return None
     return Check(what, question.expected, MARGIN, found)
 

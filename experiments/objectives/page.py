@@ -23,6 +23,7 @@ from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, OF_TERMS, WHOLE_B
 from recjax.analysis.collect import read_runs, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.statistics import estimate
+from recjax.errors import UserError
 from recjax.plots.style import COLORS, GREY, add_legend, new_figure, save_figure
 
 FLAGS = flags.FLAGS
@@ -283,7 +284,7 @@ def main(argv: list[str]) -> None:
             runs = read_runs(HERE / "grid.yaml", FLAGS.smoke)
             without_other_metrics(runs).to_parquet(METRICS, index=False, compression="zstd")
         write_page(collected(), DOCS)
-    except ValueError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
 
 

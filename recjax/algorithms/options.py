@@ -25,19 +25,20 @@ def require(condition: Any, name: str, value: Any, remedy: str) -> None:
     Arguments of a compiled program have no value yet when JAX traces it; their conditions pass.
 
     Raises:
-        ValueError: `condition` is false; the message contains the option, the value and the remedy.
+        UserError: `condition` is false; the message contains the option, the value and the remedy.
 
     Examples:
         >>> require(False, "epsilon_low", -0.2, "must be 0 or more")
         Traceback (most recent call last):
             ...
-        ValueError: epsilon_low = -0.2: must be 0 or more
+        recjax.errors.UserError: epsilon_low = -0.2: must be 0 or more
     """
     jax = sys.modules.get("jax")  # a config's checks need no JAX
     if jax and isinstance(condition, jax.core.Tracer):
         return
     if not condition:
-        raise UserError(name, remedy, value=value)
+        problem, _, remedy = remedy.partition("; ")
+        raise UserError(name, problem, remedy, value)
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
@@ -97,8 +98,9 @@ def user_function(key: str, name: str) -> Callable[..., Any]:
             name,
         ) from error
     except (ImportError, ValueError) as error:
-        remedy = "the module must be importable from the folder you start in or installed"
-        raise UserError(key, described(error), remedy, name) from error
+        raise UserError(
+            key, described(error), "the module must be importable from the folder you start in or installed", name
+        ) from error
     except Exception as error:
         raise UserError(key, f"importing it failed with {described(error)}", value=name) from error
     imported = getattr(loaded, function, None)

@@ -140,9 +140,12 @@ def check_names(key: str, name: str, function: Callable, known: Iterable[str]) -
     for parameter in names_read(function):
         if parameter not in known:
             similar = did_you_mean(parameter, known)
-            problem = f"its parameter {parameter!r} is not a value of this axis"
-            remedy = f"read some of {', '.join(known)}{similar}. Options come after a * in the signature"
-            raise UserError(key, problem, remedy, name)
+            raise UserError(
+                key,
+                f"its parameter {parameter!r} is not a value of this axis",
+                f"read some of {', '.join(known)}{similar}. Options come after a * in the signature",
+                name,
+            )
     of_micro_batch = [value for value in names_read(function) if value in MICRO_BATCH]
     of_whole_batch = [value for value in names_read(function) if value in WHOLE_BATCH]
     if of_micro_batch and of_whole_batch and any(value in MICRO_BATCH for value in known):

@@ -60,7 +60,7 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
     A warning names runs that should begin with one policy and do not.
 
     Raises:
-        ValueError: none of the runs has metrics yet.
+        UserError: none of the runs has metrics yet.
     """
     for words in mixed_bases(runs):
         logger.warning("%s", words)
@@ -140,7 +140,7 @@ def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
     """The table of runs given by their folders; its only axis, `run`, holds the folders' names.
 
     Raises:
-        ValueError: a folder is not a run folder, or no run has metrics yet.
+        UserError: a folder is not a run folder, or no run has metrics yet.
     """
     for folder in folders:
         if not (Path(folder) / "metrics.jsonl").is_file():
@@ -152,7 +152,7 @@ def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
     """The table of a sweep file's runs, or a table read from Parquet.
 
     Raises:
-        ValueError: the source is neither, or has no metrics.
+        UserError: the source is neither, or has no metrics.
     """
     if Path(source).suffix == ".parquet":
         if not Path(source).is_file():
@@ -186,7 +186,7 @@ def check_metrics(table: pd.DataFrame, names: Sequence[str], flag: str) -> None:
     """Checks that all names are metrics of a table, or of COLUMNS.
 
     Raises:
-        ValueError: a name is neither.
+        UserError: a name is neither.
     """
     known = dict.fromkeys([*COLUMNS, *metrics_in(table)])
     for name in names:

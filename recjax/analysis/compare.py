@@ -99,7 +99,7 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     Returns:
         Pairs by the settings that they share, the seed first, and the settings that differ between the sides, in words.
     Raises:
-        ValueError: no pairs, or a side has several runs with the same settings.
+        UserError: no pairs, or a side has several runs with the same settings.
     """
     files = [[folder / "config.yaml" for folder in folders] for folders in (first, second)]
     read = [[read_yaml_file(path) if path.is_file() else {} for path in paths] for paths in files]

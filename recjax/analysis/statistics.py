@@ -53,7 +53,7 @@ def estimate(values: Float[np.ndarray, " seeds"]) -> Estimate:
     """The mean of one value per seed, with its 95 % interval; with the range for fewer than MIN_SEEDS values.
 
     Raises:
-        ValueError: fewer than two values.
+        UserError: fewer than two values.
     """
     if len(values) < MIN_SEEDS:
         _require_two(values)
@@ -67,7 +67,7 @@ def student_interval(values: Float[np.ndarray, " seeds"]) -> tuple[float, float]
     It covers the mean of normal values with 95 % for every n; a percentile bootstrap of three values covers 75 %.
 
     Raises:
-        ValueError: fewer than two values.
+        UserError: fewer than two values.
 
     Reference: Student, The Probable Error of a Mean, Biometrika 6 (1908).
 
@@ -163,7 +163,7 @@ def seeds_needed(spread: float, difference: float, power: float = _POWER) -> int
         difference: true mean difference to show; only its size matters.
         power: probability of showing it.
     Raises:
-        ValueError: the difference is 0, or needs more than 10,000 seeds.
+        UserError: the difference is 0, or needs more than 10,000 seeds.
 
     Reference: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), section 2.3.
 

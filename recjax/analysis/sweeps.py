@@ -39,7 +39,7 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
         smoke: take the file's smoke block.
         extra: `key=value` overrides for all runs; they come last.
     Raises:
-        ValueError: the file is unreadable, names a setting that it does not define, or makes a config that is refused.
+        UserError: the file is unreadable, names a setting that it does not define, or makes a config that is refused.
     """
     path = Path(path)
     if not path.is_file():

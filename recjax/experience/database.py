@@ -107,7 +107,7 @@ def open_database(place: str | Path | None, create: bool, follows: bool) -> Data
     A database of another program stays as it is.
 
     Raises:
-        ValueError: no such database, or one of another program.
+        UserError: no such database, or one of another program.
     """
     if place is None:
         return Database(_sqlite(":memory:", sql.StaticPool), "a store in memory")

@@ -102,7 +102,7 @@ class Follower:
             step: number of the next training step.
             room: number of groups, at most.
         Raises:
-            ValueError: the store is damaged, it is not the store that the run has followed, or its database cannot be
+            UserError: the store is damaged, it is not the store that the run has followed, or its database cannot be
                 reached for `experience.outage_seconds`.
         """
         try:

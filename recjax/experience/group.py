@@ -136,7 +136,7 @@ def completion_turns(completion: Completion) -> tuple[Turn, ...]:
     """The turns; a completion with one row and no recorded turns is a single turn.
 
     Raises:
-        ValueError: several rows without turns.
+        UserError: several rows without turns.
     """
     if completion.turns or len(completion.rows) == 1:
         return completion.turns or (Turn(0, len(completion.rows[0].tokens)),)
@@ -351,7 +351,7 @@ def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[d
     Args:
         lengths: number of tokens in each row.
     Raises:
-        ValueError: the bytes have another format, or unpack to more than `RECORDED_BYTES` for each token.
+        UserError: the bytes have another format, or unpack to more than `RECORDED_BYTES` for each token.
     """
     recorded: list[dict[str, np.ndarray]] = [{} for _ in lengths]
     if not content:

@@ -283,7 +283,7 @@ def choose_layout(
             value that is least work for this batch.
         teacher: decoder of the teacher, which reads the same rows; None without a teacher.
     Raises:
-        ValueError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
+        UserError: a micro-batch is too small for the longest sequence, or for sequences that the algorithm relates.
     """
     shards = row_shards()
     budget = config.training.tokens_per_micro_batch

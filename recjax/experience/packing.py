@@ -89,7 +89,7 @@ def row_shape(
         multiple: divisor of the number of rows, for devices that share rows equally.
         sequences: number of sequences in the batch, which needs no more rows; None: any number.
     Raises:
-        ValueError: the budget is too small.
+        UserError: the budget is too small.
     """
     rows = budget // longest // multiple * multiple
     tokens = budget // max(rows, 1)
@@ -132,7 +132,7 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
     Args:
         multiple: see `row_shape`.
     Raises:
-        ValueError: the budget is too small for the longest sequence, or for all completions of a prompt if the
+        UserError: the budget is too small for the longest sequence, or for all completions of a prompt if the
             algorithm compares them.
     """
     algorithm = config.algorithm.build()
@@ -174,7 +174,7 @@ def pack(
         most: number of micro-batches, which doubles until all sequences fit; None: one row for each sequence.
         grow: double the number of rows in a micro-batch until it has room for all that goes together.
     Raises:
-        ValueError: a micro-batch is too small for what goes together.
+        UserError: a micro-batch is too small for what goes together.
     """
     sequences = _sequences(batch, share)
     lengths = sequences.lengths

@@ -167,7 +167,7 @@ def record_of(row: Mapping[str, Any], grade: Grade | None, comment: str | None =
     """The completion of the columns from `row_of`, with its grade and the comment about it.
 
     Raises:
-        ValueError: the columns contradict each other.
+        UserError: the columns contradict each other.
     """
     prompts = np.frombuffer(row["prompt_tokens"], "<i4")
     tokens = np.frombuffer(row["completion_tokens"], "<i4")
@@ -228,7 +228,7 @@ def groups_of(records: Iterable[Record]) -> list[Group]:
     """Joins the completions of each group, in order of the groups' first completions.
 
     Raises:
-        ValueError: completions of a group have different prompts.
+        UserError: completions of a group have different prompts.
     """
     groups: dict[str, Group] = {}
     for record in records:
@@ -280,7 +280,7 @@ def groups_from_bytes(content: bytes) -> list[Group]:
     """Converts the bytes of `groups_to_bytes` back to groups.
 
     Raises:
-        ValueError: the bytes have another format.
+        UserError: the bytes have another format.
     """
     groups: dict[int, Group] = {}
     for row in pq.read_table(pa.BufferReader(content)).to_pylist() if content else ():

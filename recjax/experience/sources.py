@@ -35,7 +35,7 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
         sampling: distribution under which the trainer computes log π; ratios to any other would be meaningless.
         missing: value of `experience.missing_logprobs`: the replacement for missing log-probs.
     Raises:
-        ValueError: `missing` does not allow such rows; the message contains source, number of rows and remedy.
+        UserError: `missing` does not allow such rows; the message contains source, number of rows and remedy.
     """
     if missing == "unneeded":
         if algorithm.needs_behavior_logprobs:
@@ -163,7 +163,7 @@ def with_initial_logprobs(
     """Computes the missing log-probs of a store's groups once and keeps them in a temporary file; see `with_logprobs`.
 
     Raises:
-        ValueError: the cache folder, which holds the temporary file, cannot be written.
+        UserError: the cache folder, which holds the temporary file, cannot be written.
     """
     lacking = groups.chosen(groups.table["lack_logprobs"][groups.places] > 0)
     if not len(lacking):
@@ -211,7 +211,7 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
     A pure function of its arguments, so that a resumed run gets the same batches.
 
     Raises:
-        ValueError: fewer groups than `count`.
+        UserError: fewer groups than `count`.
     """
     if len(groups) < count:
         raise UserError(

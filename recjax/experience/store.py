@@ -184,7 +184,7 @@ class Store:
             create: True to make a new store if none exists.
             follows: True to see the rows that others add later, which not every file allows.
         Raises:
-            ValueError: no store, a store of another version, or one that cannot be read; the message has the remedy.
+            UserError: no store, a store of another version, or one that cannot be read; the message has the remedy.
         """
         self._engine, self.name, self._file, columns = open_database(place, create, follows)
         self._opened = self._file and os.stat(self._file)
@@ -246,7 +246,7 @@ class Store:
         In PostgreSQL, the writing connection holds the name: who loses the connection cannot write without the name.
 
         Raises:
-            ValueError: another process has the name.
+            UserError: another process has the name.
         """
         if self._engine.dialect.name == "postgresql":
             self._server = server
@@ -268,7 +268,7 @@ class Store:
         PostgreSQL checks its pages itself if its setting data_checksums is on; a warning says so if it is off.
 
         Raises:
-            ValueError: an index or a page is damaged.
+            UserError: an index or a page is damaged.
         """
         if self._file:
             with self._trying("read"), self._engine.connect() as connection:
@@ -289,7 +289,7 @@ class Store:
         """Makes all indexes of a file again from the rows.
 
         Raises:
-            ValueError: the rows themselves are damaged, or the store is no file.
+            UserError: the rows themselves are damaged, or the store is no file.
         """
         if not self._file:
             raise UserError(self.name, "recjax rebuilds only the indexes of files", "use the database's own REINDEX")
@@ -305,7 +305,7 @@ class Store:
         Args:
             numbers: numbers for a copy of another store, in ascending order; None: the next numbers.
         Raises:
-            ValueError: a value outside its column's limits, or an id that the store already has; the store stays
+            UserError: a value outside its column's limits, or an id that the store already has; the store stays
                 unchanged.
         """
         check_records(records, self._place)
@@ -319,7 +319,7 @@ class Store:
             server: name of the server whose sessions have the turns.
             are_checked: True if `check_records` has accepted the records.
         Raises:
-            ValueError: see `append`; or a completion is gone, or has a reward of this grader.
+            UserError: see `append`; or a completion is gone, or has a reward of this grader.
         """
         with self._transaction() as (connection, last):
             before = last.completions
@@ -362,7 +362,7 @@ class Store:
         """The turns of a server's open sessions in order, each with its session's name.
 
         Raises:
-            ValueError: a turn is damaged or lost.
+            UserError: a turn is damaged or lost.
         """
         began = self.last()
         rows = self._select(sql.select(_SESSION_TURNS).order_by(_SESSION_TURNS.c.number))  # without an index
@@ -380,7 +380,7 @@ class Store:
         """Reads completions by their numbers, in the order of the numbers, with the rewards of a grader.
 
         Raises:
-            ValueError: a completion is gone or damaged.
+            UserError: a completion is gone or damaged.
         """
         numbers = list(map(int, numbers))
         rows = {row[0]: row for row in self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)}
@@ -395,7 +395,7 @@ class Store:
         Args:
             firsts: numbers of the groups' first completions.
         Raises:
-            ValueError: a completion is damaged.
+            UserError: a completion is damaged.
         """
         wanted = _GROUPS.where(COMPLETIONS.c.number <= last.completion)
         rows = sorted(self.contents._select(wanted, _FIRST.c.number, firsts.tolist()), key=lambda row: row[0])
@@ -410,7 +410,7 @@ class Store:
         """The rewards of a grader, each with its comment, by number of the completion.
 
         Raises:
-            ValueError: a reward is damaged.
+            UserError: a reward is damaged.
         """
         wanted = sql.select(REWARDS).where(REWARDS.c.grader == grader)
         return {row.completion: self._grade(row) for row in self._select(wanted, REWARDS.c.completion, numbers)}
@@ -423,7 +423,7 @@ class Store:
         Args:
             others: True to read the rewards of other graders, too.
         Raises:
-            ValueError: a completion is damaged or lost.
+            UserError: a completion is damaged or lost.
         """
         began = self.last()
         seen = 0
@@ -471,7 +471,7 @@ class Store:
             of a row with its prompt, number of completions that are not plain, and that lack log-probs. And True if all
             completions have tokens of the vocabulary.
         Raises:
-            ValueError: the index and the rows differ, or a completion is lost.
+            UserError: the index and the rows differ, or a completion is lost.
         """
         index = COMPLETIONS.alias()
         row = COMPLETIONS.alias()
@@ -500,7 +500,7 @@ class Store:
             Columns of `REWARD_COLUMNS`: number of the first completion, number of completions with a row in `rewards`,
             and with a reward; lowest and highest reward, and 2^20 times their sum.
         Raises:
-            ValueError: a reward is damaged or lost.
+            UserError: a reward is damaged or lost.
         """
         began = self.last()
         index = COMPLETIONS.alias()
@@ -582,7 +582,7 @@ class Store:
         """The numbers of the completions with an earlier time.
 
         Raises:
-            ValueError: one of the completions is damaged.
+            UserError: one of the completions is damaged.
         """
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
         numbers = [number for (number,) in self._select(wanted)]
@@ -599,7 +599,7 @@ class Store:
             values: values to look for, see `check_indexes`; None: all values.
             connection: connection of a transaction; None: a new one.
         Raises:
-            ValueError: an index is damaged.
+            UserError: an index is damaged.
         """
         if values is None:
             self.check_indexes()
@@ -635,7 +635,7 @@ class Store:
         Args:
             last: a result of `last`.
         Raises:
-            ValueError: a reward is damaged or lost.
+            UserError: a reward is damaged or lost.
         """
         wanted = sql.select(REWARDS).where(REWARDS.c.number > after, REWARDS.c.number <= last.reward)
         rows = self._select(wanted.order_by(REWARDS.c.number))
@@ -772,8 +772,9 @@ class Store:
             try:
                 self._insert(connection, REWARDS, rows)
             except sql.exc.IntegrityError as error:
-                problem = f"a completion already has a reward of {grader!r}; rewards cannot change"
-                raise Conflict(self.name, problem) from error
+                raise Conflict(
+                    self.name, f"a completion already has a reward of {grader!r}; rewards cannot change"
+                ) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
 
     def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[tuple]) -> None:

@@ -36,7 +36,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     With `experience.regrade`, loads all groups, with reward 0 for every completion until `with_rewards` sets rewards.
 
     Raises:
-        ValueError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
+        UserError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
     """
     mix = config.experience.mix
     rollout = config.rollout
@@ -110,7 +110,7 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
     """Replaces the rewards by those of a grader, and removes completions without a reward.
 
     Raises:
-        ValueError: too few groups have a reward.
+        UserError: too few groups have a reward.
     """
     store = config.experience.store or config.experience.mix.store
     groups = stored.groups.graded(grader)
@@ -189,7 +189,7 @@ def check_prompts(groups: StoredGroups, of_problems: bool, store: str, prompts: 
     """Logs the number of training prompts with stored completions, which join the groups of their prompts.
 
     Raises:
-        ValueError: no training prompt has stored completions.
+        UserError: no training prompt has stored completions.
     """
     of_task = [
         signed_hash(content_of(Group("", tokens[mask], (), problem.prompt, problem.answer), of_problems))

@@ -185,7 +185,7 @@ def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
     """All groups of a store with tokens of the policy's vocabulary, including pending completions.
 
     Raises:
-        ValueError: a store that cannot be read or tokenized, a cache that cannot be written, or a group with two
+        UserError: a store that cannot be read or tokenized, a cache that cannot be written, or a group with two
             prompts.
     """
     store = Store(place)

@@ -31,7 +31,7 @@ class TeacherPrompts:
         """Takes the problems that the run trains on, and makes the teacher's prompt of each.
 
         Raises:
-            ValueError: the feedback function cannot be imported; or a prompt cannot be encoded, or is too long.
+            UserError: the feedback function cannot be imported; or a prompt cannot be encoded, or is too long.
         """
         task = config.task
         self._template = task.teacher_template

@@ -40,7 +40,7 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
     policy's first stop token. The mask is True at all new completion tokens.
 
     Raises:
-        ValueError: tokens of another vocabulary, a prompt that was not recorded, text that the tokenizer does not know,
+        UserError: tokens of another vocabulary, a prompt that was not recorded, text that the tokenizer does not know,
             a token without an embedding in the model, or a completion without tokens; the message names the row. Or a
             chat that the tokenizer's template rejects.
     """

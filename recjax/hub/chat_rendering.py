@@ -47,7 +47,7 @@ def render_chats(
         variables: template variables for each chat, `tools` included; they override `set_template_kwargs`.
         asks: flag; if False, the text ends with the last message.
     Raises:
-        ValueError: the tokenizer has no template, or the template does not read a variable, refuses messages or exceeds
+        UserError: the tokenizer has no template, or the template does not read a variable, refuses messages or exceeds
             a limit.
     """
     if tokenizer.chat_template is None:
@@ -122,7 +122,7 @@ def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, variables: Mapping[s
     """Sets template variables for all chats of this tokenizer.
 
     Raises:
-        ValueError: the template does not read one of the variables.
+        UserError: the template does not read one of the variables.
     """
     check_variables(tokenizer, variables, "model.chat_template_kwargs")
     if variables:
@@ -136,7 +136,7 @@ def check_variables(tokenizer: PreTrainedTokenizerBase, variables: Iterable[str]
         variables: names.
         location: key or argument of the variables, for the error message.
     Raises:
-        ValueError: with the variable and the remedy.
+        UserError: with the variable and the remedy.
     """
     for name in variables:
         if name != "tools" and not reads_variable(tokenizer, name):

@@ -40,7 +40,7 @@ def check_output(output: str | Path) -> None:
     """Refuses an output folder that is not empty.
 
     Raises:
-        ValueError: the folder is not empty, or is a file.
+        UserError: the folder is not empty, or is a file.
     """
     output = Path(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
@@ -71,7 +71,7 @@ def export_model(
         stop_ids: token ids that end the policy's completions. eos_token_id lists the ids that the base's files lack, in
             generation_config.json or, if the base has none, in config.json, as transformers reads them.
     Raises:
-        ValueError: the folder is not empty, the dtype is unknown, or it cannot hold the values; or a file of the base
+        UserError: the folder is not empty, the dtype is unknown, or it cannot hold the values; or a file of the base
             is a link out of its folder.
     """
     check_output(output)
@@ -122,7 +122,7 @@ def write_base(
     Args:
         max_positions: number of tokens for `max_position_embeddings`; serving programs need it, recjax ignores it.
     Raises:
-        ValueError: the decoder has a feature that Llama's config.json cannot express.
+        UserError: the decoder has a feature that Llama's config.json cannot express.
     """
     options = dataclasses.asdict(config)
     fields = {

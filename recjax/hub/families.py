@@ -249,7 +249,7 @@ def check_fields(written: dict) -> None:
     Args:
         written: fields of config.json, without defaults.
     Raises:
-        ValueError: the model_type, a value or a field is not supported; the message names it.
+        UserError: the model_type, a value or a field is not supported; the message names it.
     """
     kind = written.get("model_type")
     if kind not in FAMILIES:
@@ -277,7 +277,7 @@ def decoder_config(fields: dict) -> DecoderConfig:
     Args:
         fields: config.json as transformers reads it, with defaults; the file must have passed `check_fields`.
     Raises:
-        ValueError: the decoder does not support a layer or rotary setting; the message names it.
+        UserError: the decoder does not support a layer or rotary setting; the message names it.
     """
     if "moe_intermediate_size" in fields:  # which may be the only width
         fields = {"intermediate_size": fields["moe_intermediate_size"]} | fields

@@ -145,7 +145,7 @@ def kernel_options(
     Args:
         device: device that runs the kernels; None: the first device of this machine.
     Raises:
-        ValueError: the device does not run what the config asks for; the message says why.
+        UserError: the device does not run what the config asks for; the message says why.
     """
     device = jax.devices()[0] if device is None else device
     lowered_as = ("cuda", "rocm") if device.platform == "gpu" else (device.platform,)
@@ -164,7 +164,7 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
     Args:
         device: device that runs the kernel; None: the first device of this machine.
     Raises:
-        ValueError: the kernel does not run on the device or does not support the model; the message says why.
+        UserError: the kernel does not run on the device or does not support the model; the message says why.
     """
     device = jax.devices()[0] if device is None else device
     is_nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()

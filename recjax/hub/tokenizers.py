@@ -48,7 +48,7 @@ def model_folder(path: str | Path, patterns: Sequence[str] = TOKENIZER_FILES) ->
         path: local folder, or hub name such as "HuggingFaceTB/SmolLM2-135M-Instruct".
         patterns: glob patterns of the files to download; ignored for a local folder.
     Raises:
-        ValueError: `path` is not a folder, and the hub cannot serve it; or a file of the folder is a link out of it.
+        UserError: `path` is not a folder, and the hub cannot serve it; or a file of the folder is a link out of it.
     """
     if Path(path).is_dir():
         return checked_links(Path(path))
@@ -98,7 +98,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     Args:
         characters: alphabet, in the order of the ids (from 1).
     Raises:
-        ValueError: `characters` is empty or contains a character twice.
+        UserError: `characters` is empty or contains a character twice.
     """
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     if repeated or not characters:
@@ -119,7 +119,7 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
         chat_date: date (YYYY-MM-DD) for chat templates that read the clock; None: today. The tokenizer keeps this date
             for its lifetime.
     Raises:
-        ValueError: the folder or hub has no tokenizer, or it cannot be read.
+        UserError: the folder or hub has no tokenizer, or it cannot be read.
     """
     folder = model_folder(path)
     # Without this check, transformers may build an empty tokenizer from config.json.
@@ -168,12 +168,15 @@ def check_configs(folder: Path) -> None:
     """Refuses a model folder that needs its own Python code (`auto_map`), or has a config far larger than any model's.
 
     Raises:
-        ValueError: a file has `auto_map`, which the message quotes, or is too large.
+        UserError: a file has `auto_map`, which the message quotes, or is too large.
     """
     for file in filter(Path.is_file, (folder / "config.json", folder / "generation_config.json")):
         if (size := file.stat().st_size) > _CONFIG_BYTES:
-            problem = f"has {size} bytes, and a model's has {_CONFIG_BYTES} at most"
-            raise UserError(file, problem, "fetch the file again, or remove long lists such as eos_token_id")
+            raise UserError(
+                file,
+                f"has {size} bytes, and a model's has {_CONFIG_BYTES} at most",
+                "fetch the file again, or remove long lists such as eos_token_id",
+            )
     for file in sorted(folder.glob("*config*.json")):
         try:
             fields = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -199,7 +202,7 @@ def stop_token_ids(
         folder: model folder or hub name. Its generation_config.json (or, if missing, config.json) may list more
             end-of-sequence ids, which many chat models have. None reads no file.
     Raises:
-        ValueError: a stop string is not exactly one token, the file is damaged, or no stop id is known.
+        UserError: a stop string is not exactly one token, the file is damaged, or no stop id is known.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids += [] if folder is None else listed_eos(model_folder(folder))
@@ -223,7 +226,7 @@ def listed_eos(folder: Path) -> list[int]:
     """The end-of-sequence ids in a model's files, read in the same order as in transformers.
 
     Raises:
-        ValueError: generation_config.json or config.json is damaged, or has other values than ids.
+        UserError: generation_config.json or config.json is damaged, or has other values than ids.
     """
     for file in filter(Path.is_file, (folder / "generation_config.json", folder / "config.json")):
         try:
@@ -375,7 +378,7 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
         before: all preceding tokens; if empty, the text follows an unknown text.
         text_name: name of the text in error messages.
     Raises:
-        ValueError: the vocabulary does not cover the text.
+        UserError: the vocabulary does not cover the text.
     """
     ids = _encode(tokenizer, text, text_name)
     decoded = _decode(tokenizer, ids)
@@ -465,7 +468,7 @@ def encode_prompts(
         rendered: flag for all prompts, or one for each, that a chat template wrote them.
         vocabulary: number of rows of the model's embedding; None checks no ids.
     Raises:
-        ValueError: a prompt has no tokens, characters outside the vocabulary, or a token without an embedding.
+        UserError: a prompt has no tokens, characters outside the vocabulary, or a token without an embedding.
     """
     begin = [tokenizer.bos_token_id]
     prefix = begin if _encode(tokenizer, "", "", special=True)[:1] == begin else []
@@ -489,7 +492,7 @@ def check_embedded(
         vocabulary: number of rows of the model's embedding; None skips the check.
         source: source of the tokens, for the error message.
     Raises:
-        ValueError: a token has no embedding; the message has the source, the token, the folder and both sizes.
+        UserError: a token has no embedding; the message has the source, the token, the folder and both sizes.
     """
     if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
         return

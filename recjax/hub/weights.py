@@ -109,7 +109,7 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
     Returns:
         The config, and the parameter tree in float32, sharded on the current mesh.
     Raises:
-        ValueError: the decoder cannot compute the model exactly, or a file is missing, damaged or inconsistent with
+        UserError: the decoder cannot compute the model exactly, or a file is missing, damaged or inconsistent with
             the config.
     """
     folder = model_folder(path, MODEL_FILES)
@@ -117,8 +117,11 @@ def load_pretrained(path: str | Path) -> tuple[DecoderConfig, dict]:
         try:
             check_manifest(folder)
         except UserError as error:
-            remedy = f"write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}"
-            raise UserError(error.where, error.problem, remedy) from error
+            raise UserError(
+                error.where,
+                error.problem,
+                f"write the folder again, or, if you changed it on purpose, delete {folder / MANIFEST}",
+            ) from error
     config = read_config(folder)
     return config, read_params(folder, config)
 
@@ -127,7 +130,7 @@ def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
     """The decoder config of a sequence classifier with one label, and its padding token; reads no weights.
 
     Raises:
-        ValueError: the model is no such classifier, or see `read_config`.
+        UserError: the model is no such classifier, or see `read_config`.
     """
     folder = model_folder(path)
     config = read_config(folder)
@@ -148,7 +151,7 @@ def pretrained_config(path: str | Path) -> DecoderConfig:
     """The decoder config of a folder or hub name; reads weights only to compare head and embedding (`read_config`).
 
     Raises:
-        ValueError: see `model_folder` and `read_config`.
+        UserError: see `model_folder` and `read_config`.
     """
     config = read_config(model_folder(path))
     if not config.tie_embeddings:
@@ -186,7 +189,7 @@ def read_config(folder: Path) -> DecoderConfig:
     transformers.
 
     Raises:
-        ValueError: config.json is missing or unreadable, or the decoder does not support its computation.
+        UserError: config.json is missing or unreadable, or the decoder does not support its computation.
     """
     written = _written_config(folder)
     if (folder / _ADAPTER_CONFIG).is_file():
@@ -229,7 +232,7 @@ def _written_config(folder: Path) -> dict:
     """The content of a folder's config.json.
 
     Raises:
-        ValueError: the file is missing or no JSON object.
+        UserError: the file is missing or no JSON object.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -423,7 +426,7 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
     Args:
         scores: True for a classifier: adds `score/kernel`, [hidden, 1].
     Raises:
-        ValueError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
+        UserError: tensors are missing, unexpected, or have a wrong shape or dtype; or a file is missing or damaged.
     """
     names = tensor_names(config)
     fused = fused_rows(config)
@@ -514,7 +517,7 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
     """The adapter_config.json of a PEFT adapter: of a folder or hub name.
 
     Raises:
-        ValueError: the file is missing or unreadable, or recjax does not compute such an adapter; the message names the
+        UserError: the file is missing or unreadable, or recjax does not compute such an adapter; the message names the
             field.
     """
     file = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*")) / _ADAPTER_CONFIG
@@ -530,8 +533,12 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
         if name == "target_parameters":
             value = [parameter for parameter in value or () if str(parameter).split(".")[-1] not in _JOINT_EXPERTS]
         if value not in values and value not in ([], {}):
-            remedy = "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result"
-            raise UserError(f"{file}: {name}", "recjax does not compute such adapters", remedy, value=value)
+            raise UserError(
+                f"{file}: {name}",
+                "recjax does not compute such adapters",
+                "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result",
+                value=value,
+            )
     for name in ("r", "lora_alpha"):
         if type(value := fields.get(name)) not in (int, float) or not 0 < value < 2**31:
             raise UserError(f"{file}: {name}", "takes a number above 0", "fetch the file again", value=value)
@@ -549,7 +556,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
         path: folder or hub name with adapter_config.json and adapter_model.safetensors.
         config: decoder config of the base.
     Raises:
-        ValueError: see `adapter_fields`; also tensors that are missing, unexpected, or do not fit the base.
+        UserError: see `adapter_fields`; also tensors that are missing, unexpected, or do not fit the base.
     """
     fields = adapter_fields(path)
     folder = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*"))

@@ -87,7 +87,7 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     Args:
         devices: devices that split the run by `mesh`; None: one device that holds everything.
     Raises:
-        ValueError: an invalid config.
+        UserError: an invalid config.
     """
     result = DryRun(*programs.resolve_shapes(config))
     model = result.model

@@ -104,7 +104,7 @@ class EngineCheck:
         """The results of all checks, in order.
 
         Raises:
-            ValueError: the server does not answer, or the task cannot be read.
+            UserError: the server does not answer, or the task cannot be read.
         """
         policy = self._opened.policy
         problems = load_task(self._config, "held_out").evaluation[:PROMPTS]

@@ -103,7 +103,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     Missing are files that are neither here nor can be downloaded; without them the run cannot start.
 
     Raises:
-        ValueError: an invalid config.
+        UserError: an invalid config.
     """
     config = with_start(config)
     notes = []
@@ -230,7 +230,7 @@ def plan(config: Config, target: Target) -> Plan:
     """Sharded shapes of a run on a target's devices.
 
     Raises:
-        ValueError: an invalid config, a config with an agent or a followed store, or a mesh that does not divide the
+        UserError: an invalid config, a config with an agent or a followed store, or a mesh that does not divide the
             devices or the model.
     """
     remedy = "cannot be compiled before the run starts; remove it to check a run of single turns"

@@ -148,7 +148,7 @@ def named_devices(name: str) -> Devices:
     """The devices of "host", of a name in ACCELERATORS, or of a topology's name (see `load_target`).
 
     Raises:
-        ValueError: an unknown name.
+        UserError: an unknown name.
     """
     if name == "host":
         return Devices(name, jax.local_device_count(), device_memory(), None)
@@ -184,7 +184,7 @@ def load_target(name: str) -> Target:
     Slices and GPUs may be absent.
 
     Raises:
-        ValueError: an unknown topology, or its compiler is not installed.
+        UserError: an unknown topology, or its compiler is not installed.
     """
     if name == "host":
         return Target(name, jax.local_devices(), device_memory())

@@ -84,7 +84,7 @@ def token_ids(prompt: Any) -> Int[np.ndarray, " prompt_time"]:
     Args:
         prompt: sequence or one-dimensional array of whole numbers.
     Raises:
-        ValueError: the prompt has another form.
+        UserError: the prompt has another form.
     """
     remedy = "give a text or a one-dimensional sequence of token ids"
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -94,8 +94,11 @@ def token_ids(prompt: Any) -> Int[np.ndarray, " prompt_time"]:
     except Exception as error:
         raise UserError("policy.complete", f"the prompt is no array of token ids ({error})", remedy) from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        problem = f"the prompt is {shown(prompt, 80)}, an array of shape {ids.shape} and dtype {ids.dtype}"
-        raise UserError("policy.complete", problem, remedy)
+        raise UserError(
+            "policy.complete",
+            f"the prompt is {shown(prompt, 80)}, an array of shape {ids.shape} and dtype {ids.dtype}",
+            remedy,
+        )
     return ids
 
 
@@ -124,7 +127,7 @@ class Seats:
         """Returns a seat, which has the methods of a policy; its replies are a trajectory of its own.
 
         Raises:
-            ValueError: `task.seats` has no such seat.
+            UserError: `task.seats` has no such seat.
         """
         if name not in self.players:
             known = ", ".join(filter(None, self.players)) or "no seats"
@@ -233,7 +236,7 @@ class AgentPolicy:
             stop: strings that end the reply, or one string, or None; `text` does not include them.
             chat_template_kwargs: variables of the template; they override the problem's and the config's.
         Raises:
-            ValueError: an argument has another form, the template refuses the messages or lacks a variable, or the
+            UserError: an argument has another form, the template refuses the messages or lacks a variable, or the
                 model has no template.
             ContextFull: the prompt leaves no room for a reply.
             TurnsSpent: the agent has had all its replies.
@@ -261,7 +264,7 @@ class AgentPolicy:
             stop: strings that end the completion, see `chat`.
             rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: an argument has another form, the tokenizer does not know the prompt, the model has no embedding
+            UserError: an argument has another form, the tokenizer does not know the prompt, the model has no embedding
                 for a token, or a stop string is empty.
             ContextFull: the prompt leaves no room for a completion.
             TurnsSpent: the agent has had all its completions.
@@ -270,8 +273,9 @@ class AgentPolicy:
         if "" in stop:
             raise UserError("stop", "an empty string would end every reply", "remove it", value=stop)
         if max_tokens is not None and (not isinstance(max_tokens, int | np.integer) or max_tokens < 1):
-            remedy = "takes a whole number from 1, or None for rollout.max_completion_tokens"
-            raise UserError("max_tokens", remedy, value=max_tokens)
+            raise UserError(
+                "max_tokens", "takes a whole number from 1, or None for rollout.max_completion_tokens", value=max_tokens
+            )
         if isinstance(prompt, str):
             text = prompt
             ids = self.trajectory.tokens_of(text, rendered)
@@ -313,7 +317,7 @@ class AgentPolicy:
             reply: reply to reward; None: the latest one.
         Raises:
             InvalidReward: the value is not a finite number of at most MOST_REWARD in absolute value.
-            ValueError: the policy has not replied yet.
+            UserError: the policy has not replied yet.
         """
         if not is_reward(value):
             raise InvalidReward(f"policy.reward({shown(value)}): takes a finite number of at most {MOST_REWARD:g}")

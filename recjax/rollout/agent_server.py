@@ -52,7 +52,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
         """The base URL for an OpenAI client, and a new key for a policy; starts the server if it does not run yet.
 
         Raises:
-            ValueError: the packages of the extra `serve` are not installed.
+            UserError: the packages of the extra `serve` are not installed.
         """
         if self._serving is None:
             self._start()
@@ -112,7 +112,7 @@ def chat_arguments(body: Any) -> dict[str, Any]:
     """The arguments of `AgentPolicy.chat` in the body of a request.
 
     Raises:
-        ValueError: a key that recjax does not know or a value that an agent cannot choose; with the remedy.
+        UserError: a key that recjax does not know or a value that an agent cannot choose; with the remedy.
     """
     if not isinstance(body, Mapping):
         raise UserError(problem=f"the body is {body!r:.80}: takes a JSON object with messages")
@@ -120,8 +120,12 @@ def chat_arguments(body: Any) -> dict[str, Any]:
         if name not in (*_READ, *_IGNORED, *_FIXED):
             raise UserError(name, f"policy.base_url takes {', '.join(_READ)}", "remove this key")
         if name in _FIXED and value is not None and value != _FIXED[name]:
-            remedy = "remove it; the agent samples from the run's distribution (rollout.temperature and its neighbors)"
-            raise UserError(name, f"policy.base_url takes {_FIXED[name]!r}", remedy, value=value)
+            raise UserError(
+                name,
+                f"policy.base_url takes {_FIXED[name]!r}",
+                "remove it; the agent samples from the run's distribution (rollout.temperature and its neighbors)",
+                value=value,
+            )
     limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     return {
         "messages": body.get("messages"),

@@ -99,7 +99,7 @@ class Agents(contextlib.AbstractContextManager):
             policy: policy before adapters are added.
             older_params: reads all parameters after an earlier step, in the compute dtype, for frozen seats.
         Raises:
-            ValueError: the agent or a tool cannot be loaded, or the run has several processes.
+            UserError: the agent or a tool cannot be loaded, or the run has several processes.
         """
         if jax.process_count() > 1:
             raise UserError(
@@ -158,7 +158,7 @@ class Agents(contextlib.AbstractContextManager):
             fatal: True raises an error if all agents fail by their own mistakes without `task.agent_failure_reward`.
             (others): see `collecting.sample_groups`.
         Raises:
-            ValueError: all agents failed, see `fatal`; or the weights of a frozen seat cannot be read.
+            UserError: all agents failed, see `fatal`; or the weights of a frozen seat cannot be read.
             RuntimeError: the engine failed.
         """
         task = self._config.task
@@ -295,7 +295,7 @@ class Agents(contextlib.AbstractContextManager):
             reward_weights: weights of the parts that the task's reward gives.
             of_reward: grades that the task's reward gave.
         Raises:
-            ValueError: an agent's rewards lack a part that has a weight, or have one with two weights.
+            UserError: an agent's rewards lack a part that has a weight, or have one with two weights.
         """
         remaining = iter(of_reward)
         grades = []

@@ -188,7 +188,7 @@ class Grades:
         """Waits and returns one grade per completion. Every process gets all grades, and all processes must call this.
 
         Raises:
-            ValueError: the reward function is at fault, see `recjax.tasks.grading.custom.custom_parts`; or an agent's
+            UserError: the reward function is at fault, see `recjax.tasks.grading.custom.custom_parts`; or an agent's
                 rewards are.
         """
         if self._scores is None:

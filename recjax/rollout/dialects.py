@@ -159,7 +159,7 @@ def weight_labels(choice: dict[str, Any], count: int) -> list[str | None] | None
     """The label of the weights that sampled each token; None for a reply without labels.
 
     Raises:
-        ValueError: the spans of labels have gaps.
+        UserError: the spans of labels have gaps.
     """
     spans = choice.get("weight_versions")
     label = choice.get("weight_version")
@@ -293,7 +293,7 @@ def dialect_of(name: str) -> Dialect:
     """The dialect of a server's software, or the user's own as module:name.
 
     Raises:
-        ValueError: the module has no such dialect.
+        UserError: the module has no such dialect.
     """
     if ":" not in name:
         return DIALECTS.get(name, Dialect(name))

@@ -104,7 +104,7 @@ class Engine:
                 prompts. Programs fit the batch exactly; numbers of other requests are rounded up to powers of two.
                 Requests with several distributions are no batch.
         Raises:
-            ValueError: a request cannot be sampled, or a group has no common prefix.
+            UserError: a request cannot be sampled, or a group has no common prefix.
         """
         requests = list(requests)
         check_requests(requests, group_size, self._decoder.config.vocab_size)
@@ -140,7 +140,7 @@ class Engine:
         """Fills free slots and decodes one round of tokens in all slots; returns the completions that ended, by ticket.
 
         Raises:
-            ValueError: the engine has no weights yet.
+            UserError: the engine has no weights yet.
         """
         # Weights change between rounds, never within one, so that a round's tokens all have one version.
         weights = None if self._newer is None else self._newer()

@@ -82,7 +82,7 @@ def require_ray(config: Config) -> None:
     """Refuses an asynchronous run without Ray; among several processes only the first needs Ray.
 
     Raises:
-        ValueError: with the command that installs Ray.
+        UserError: with the command that installs Ray.
     """
     if config.regime.mode == "sync" or config.rollout.engine:
         return
@@ -124,7 +124,7 @@ class Generators:
         """Connects to `regime.address`; if None, starts Ray on this machine unless this process already has Ray.
 
         Raises:
-            ValueError: no cluster answers at the address.
+            UserError: no cluster answers at the address.
         """
         hosts.from_first(self._connect)
         return self

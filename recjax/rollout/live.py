@@ -66,7 +66,7 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         """Returns the completion of a request. A task that is canceled while it waits frees only its own slot.
 
         Raises:
-            ValueError: the request cannot be sampled.
+            UserError: the request cannot be sampled.
             RuntimeError: the engine has failed.
         """
         return await self._ask(request, followed=False).done
@@ -77,7 +77,7 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         A slow follower misses rounds but no tokens. Closing the iterator early frees the request's slot.
 
         Raises:
-            ValueError, RuntimeError: see `sample`.
+            UserError, RuntimeError: see `sample`.
         """
         pending = self._ask(request, followed=True)
         try:

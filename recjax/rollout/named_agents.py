@@ -29,7 +29,7 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
     Args:
         tools: tools in `task.tools`; None if it is empty.
     Raises:
-        ValueError: the agent cannot be imported, or is not `async def agent(problem, policy)`.
+        UserError: the agent cannot be imported, or is not `async def agent(problem, policy)`.
     """
     if task.agent == "tools":
         return tool_agent(tools, task.agent_turns)
@@ -51,14 +51,15 @@ def named(key: str, name: str) -> Any:
     """Imports the object that `name` gives as module:name.
 
     Raises:
-        ValueError: the module or the name does not exist.
+        UserError: the module or the name does not exist.
     """
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:
-        remedy = "the module must be importable from the folder you start in or installed"
-        raise UserError(key, described(error), remedy, value=name) from error
+        raise UserError(
+            key, described(error), "the module must be importable from the folder you start in or installed", value=name
+        ) from error
 
 
 # --- Tools.
@@ -97,7 +98,7 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Non
     """Checks that the chat template can render the messages of the tools agent; warns if it shows no tools.
 
     Raises:
-        ValueError: the model has no chat template, or it refuses a tool's result after a reply that calls the tool.
+        UserError: the model has no chat template, or it refuses a tool's result after a reply that calls the tool.
     """
     name = tools.schemas[0]["function"]["name"]
     call = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
@@ -109,8 +110,12 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Non
     try:
         render_chats(tokenizer, [chat], tools=tools.schemas)
     except UserError as error:
-        remedy = "use a model whose template takes tool results, or write an agent of your own"
-        raise UserError("task.agent", str(error), remedy, value="tools") from error
+        raise UserError(
+            "task.agent",
+            str(error),
+            "use a model whose template takes tool results, or write an agent of your own",
+            value="tools",
+        ) from error
     if not reads_variable(tokenizer, "tools"):
         logger.warning(
             "task.agent = 'tools': the chat template of %s shows no tools to the model, so the model knows only the"
@@ -145,8 +150,11 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
             try:
                 inspect.signature(world.reset).bind(seed=0)
             except TypeError as error:
-                form = "write it as reset(self, *, seed=None, options=None)"
-                raise UserError("task.environment", f"reset() must take a seed ({error})", form) from error
+                raise UserError(
+                    "task.environment",
+                    f"reset() must take a seed ({error})",
+                    "write it as reset(self, *, seed=None, options=None)",
+                ) from error
             started = await _awaited(world.reset(seed=int.from_bytes(digest[:4], "big")))
             observation, info = _checked_result("reset", started, ("observation", "info"))
             told = _told(problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt), observation)
@@ -190,7 +198,7 @@ def _told(before: str | list[dict[str, Any]], observation: Any) -> str | list[di
     """The next prompt: the text or the messages before, and the observation.
 
     Raises:
-        ValueError: the observation is neither a text nor messages, or there are messages after a text.
+        UserError: the observation is neither a text nor messages, or there are messages after a text.
     """
     if observation is None or isinstance(observation, str) and not observation:
         return before

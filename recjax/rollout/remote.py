@@ -64,7 +64,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             policy: policy whose tokenizer decides if the server's token ids belong to the same vocabulary.
             config: sampling distribution, length limits and template variables.
         Raises:
-            ValueError: the server does not answer, or lacks the model.
+            UserError: the server does not answer, or lacks the model.
         """
         self.server = RemoteServer(address)
         self._retries = address.retries
@@ -114,7 +114,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             seed: seed of the completions; servers that use seeds then repeat their completions.
             name, source: see `collecting.sample_groups`.
         Raises:
-            ValueError: the server refuses, or does not answer after all retries.
+            UserError: the server refuses, or does not answer after all retries.
         """
         replies = self._in_parallel(
             (self._completions, problem, seed + place, source) for place, problem in enumerate(problems)
@@ -153,7 +153,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             version: policy version of the weights.
         Raises:
             LostWeightsError: the server may have restarted between two requests of the push.
-            ValueError: the server refuses the weights or does not answer.
+            UserError: the server refuses the weights or does not answer.
         """
         # No other push has this label. Where replies or the adapter's name carry it, a server that restarted shows.
         label = f"{self._pusher}-{version}"
@@ -187,8 +187,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         try:
             reply = self.server.sent("POST", path, body)
         except UserError as error:  # vLLM ends after an error in its workers
-            remedy = f"{path} with {body} is part of a push of weights, so {unknown}"
-            raise UserError(problem=str(error), remedy=remedy) from error
+            raise UserError(
+                problem=str(error), remedy=f"{path} with {body} is part of a push of weights, so {unknown}"
+            ) from error
         words = error_of(reply)[0]
         with contextlib.suppress(ValueError):
             parsed = reply.json()
@@ -217,7 +218,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             version: policy version that the server has, or may have taken last.
         Raises:
             LostWeightsError: a reply is from other weights than the pushed ones.
-            ValueError: the server does not answer, or keeps sending unusable replies.
+            UserError: the server does not answer, or keeps sending unusable replies.
         """
         prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
         # Each request has its own thread, so that completions one by one are requested at the same time too.
@@ -251,7 +252,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """Samples the completions of a draw, and samples others in place of unusable ones.
 
         Raises:
-            LostWeightsError, ValueError: see `sample_tokens`.
+            LostWeightsError, UserError: see `sample_tokens`.
         """
         completions = []
         retries = self._retries
@@ -277,7 +278,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """Requests a draw once: the completions that are certainly the policy's, and why others are not.
 
         Raises:
-            LostWeightsError, ValueError: see `sample_tokens`.
+            LostWeightsError, UserError: see `sample_tokens`.
         """
         sampled = []
         wrong = []
@@ -297,7 +298,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
         Raises:
             UnusableError: choices are missing.
-            LostWeightsError, ValueError: see `sample_tokens`.
+            LostWeightsError, UserError: see `sample_tokens`.
         """
         path, body = self.dialect.request(self.api, draw, self.server.model, self._adapter, self.takes_tokens)
         reply = self.server.sent("POST", path, body)

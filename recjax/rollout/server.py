@@ -62,7 +62,7 @@ class RemoteServer:
         """Connects to the server and requests its list of models.
 
         Raises:
-            ValueError: the server does not answer, or lacks the model.
+            UserError: the server does not answer, or lacks the model.
         """
         self._address = address
         self.url = address.url.rstrip("/").removesuffix("/v1")
@@ -92,7 +92,7 @@ class RemoteServer:
         Args:
             path: path below /v1; a path that begins with a slash is below the server's root.
         Raises:
-            ValueError: the server does not answer, or keeps failing.
+            UserError: the server does not answer, or keeps failing.
         """
         wait = 0.5
         failures = []
@@ -132,15 +132,17 @@ class RemoteServer:
 
         Raises:
             UnusableError: a filter refuses the prompt.
-            ValueError: the server refuses the request, or the reply is no JSON object.
+            UserError: the server refuses the request, or the reply is no JSON object.
         """
         words, code = error_of(reply)
         if reply.status_code == 400 and code == "content_filter":  # Azure refuses a prompt
             raise UnusableError(f"finish_reason {code}")
         if reply.status_code in (401, 403):
             file = "--api_key_file" if self._address.key == "--engine" else "rollout.engine.api_key_file"
-            remedy = f"give {file}, a file with one key, or set ${KEY_VARIABLE}"
-            raise UserError(problem=f"{self.url} refuses the request ({words})", remedy=remedy)
+            raise UserError(
+                problem=f"{self.url} refuses the request ({words})",
+                remedy=f"give {file}, a file with one key, or set ${KEY_VARIABLE}",
+            )
         if not reply.is_success:
             raise UserError(problem=f"{self.url} refuses the request with status {reply.status_code}: {words}")
         try:
@@ -182,7 +184,7 @@ def whole_choices(reply: dict[str, Any], count: int, url: str) -> list[dict[str,
         count: number of choices that the request asked for.
     Raises:
         MissingChoicesError: a server that drops choices drops short ones more often than long ones.
-        ValueError: the reply has no choices.
+        UserError: the reply has no choices.
     """
     choices = reply.get("choices")
     if not choices:
@@ -210,7 +212,7 @@ def read_keys(file: str | None, most: int | None = None, key: str = "--api_key_f
         most: largest number of keys; None: no limit.
         key: the flag or config key with the file, for messages.
     Raises:
-        ValueError: the file cannot be read, has no keys or too many, or has an invalid key.
+        UserError: the file cannot be read, has no keys or too many, or has an invalid key.
     """
     if file is None:
         return tuple(filter(None, [os.environ.get(KEY_VARIABLE, "").strip()]))

@@ -109,7 +109,7 @@ class Tools(contextlib.AbstractContextManager):
             workers: number of processes.
             seconds: time limit of one call.
         Raises:
-            ValueError: a function gives no schema or yields, or two functions have one name.
+            UserError: a function gives no schema or yields, or two functions have one name.
         """
         self.schemas = [_schema(name, function) for name, function in functions.items()]
         names = [schema["function"]["name"] for schema in self.schemas]
@@ -143,7 +143,7 @@ class Tools(contextlib.AbstractContextManager):
             if problem:
                 return f"error: {problem}"
             return await asyncio.wrap_future(self._workers.call(_called, import_name, call.arguments))
-        except (TypeError, CallFailed, RuntimeError) as error:
+        except (TypeError, CallFailed, UserError, RuntimeError) as error:
             return f"error: {error}"
 
     def _problem(self, call: Call) -> str | None:
@@ -160,7 +160,7 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Any:
     """The jsonschema validator of a tool's arguments.
 
     Raises:
-        ValueError: the schema of the parameters is no JSON schema.
+        UserError: the schema of the parameters is no JSON schema.
     """
     import jsonschema  # not at module level: workers import this file
 
@@ -213,8 +213,11 @@ def _schema(name: str, function: Any) -> dict[str, Any]:
         try:
             schema = get_json_schema(function)
         except Exception as error:
-            remedy = "give it type hints and a docstring with Args, or an attribute schema"
-            raise UserError("task.tools", f"recjax cannot derive a schema from {name} ({error})", remedy) from error
+            raise UserError(
+                "task.tools",
+                f"recjax cannot derive a schema from {name} ({error})",
+                "give it type hints and a docstring with Args, or an attribute schema",
+            ) from error
     if not isinstance(schema.get("function", {}).get("name"), str):
         form = '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
         raise UserError("task.tools", f"{name}: its schema is {schema!r:.200}", f"write it as {form}")

@@ -61,7 +61,7 @@ class Trajectory:
         Args:
             rendered: True if the text comes from a chat template; it then gets no begin-of-sequence token.
         Raises:
-            ValueError: the text gives no tokens, or the tokenizer does not know it.
+            UserError: the text gives no tokens, or the tokenizer does not know it.
         """
         extended = [row for row, before in enumerate(self._texts) if before and text.startswith(before)]
         if not extended:

@@ -69,7 +69,7 @@ class Recorder:
         """Opens the store, and continues the sessions that an earlier recorder has left.
 
         Raises:
-            ValueError: another server records there; the store is damaged, or has sessions of another model.
+            UserError: another server records there; the store is damaged, or has sessions of another model.
         """
         self.options = options
         self.error = None
@@ -213,7 +213,7 @@ class Recorder:
             session: name of the session whose turns they are; None: independent completions.
         Raises:
             Refused: the store cannot be written, or the session is over or has another distribution.
-            ValueError: a completion cannot be recorded, for example because its log-probs are not finite.
+            UserError: a completion cannot be recorded, for example because its log-probs are not finite.
         """
         has_prompts = self.options.prompts
         kept = records if has_prompts else list(map(without_prompt, records))

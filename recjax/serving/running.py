@@ -63,7 +63,7 @@ def build_server(serving: Serving, when_ready: str) -> Server:
     Args:
         when_ready: line to print when the server is ready.
     Raises:
-        ValueError: the record cannot be used.
+        UserError: the record cannot be used.
     """
     policy = serving.policy
     limits = serving.limits

@@ -22,7 +22,7 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     The examples before a question have the same kinds and never include the question itself.
 
     Raises:
-        ValueError: the template lacks the question; a kind is not like "10..99 + 10..99", is empty, or has over a
+        UserError: the template lacks the question; a kind is not like "10..99 + 10..99", is empty, or has over a
             million questions; or `worked` is set with kinds other than sums.
     """
     remedy = "must hold {a}, {op} and {b}, without a width or a conversion, and no other names; {op} may be missing if"

@@ -46,7 +46,7 @@ def file_problems(
         needs_answers: flag; if False, no row of the file may have an answer, and all answers are then empty.
         split: beginning of the files' names in a folder, "train" or "test".
     Raises:
-        ValueError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
+        UserError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
             row (Parquet, from 0), and reason. Or a prompt does not take the system prompt.
     """
     rows = read_data(str(path), "task.file", split)
@@ -113,7 +113,7 @@ def keep_rows(rows: Any) -> str:
     Args:
         rows: dicts by column, a pandas DataFrame, or a datasets.Dataset.
     Raises:
-        ValueError: the list has no rows, or a row is not a dict with names of columns; the message numbers rows from 0.
+        UserError: the list has no rows, or a row is not a dict with names of columns; the message numbers rows from 0.
     """
     if isinstance(rows, str | Path):
         raise UserError("problems", "takes rows", "name a file as task.file.train in the config", value=str(rows))
@@ -183,7 +183,7 @@ def passed_files(config: Config) -> dict[str, Path]:
     """The files of the problems that a program passed, by their names in the config: in the run folder or the cache.
 
     Raises:
-        ValueError: no file has the content of this name.
+        UserError: no file has the content of this name.
     """
     files = {}
     task = config.task.file

@@ -35,7 +35,7 @@ def gym_problems(config: ReasoningGymTask, count: int, seed: int, system_prompt:
     """Makes `count` problems, or fewer if the generator repeats questions.
 
     Raises:
-        ValueError: the package or the generator is missing, or the generator refuses its options or has too few
+        UserError: the package or the generator is missing, or the generator refuses its options or has too few
             different questions.
     """
     check_gym(config.name, config.options, config.template)

@@ -67,7 +67,7 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         pool: see `load_problems`.
         function: reward function that a program passed, if one did.
     Raises:
-        ValueError: the data is invalid, or there are too few problems.
+        UserError: the data is invalid, or there are too few problems.
     """
     rewards = load_rewards(config, function)
     train, evaluation = load_problems(config, rewards, pool)
@@ -78,8 +78,9 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
         if is_shown and not any(problem.answer for problem in splits[0]):
             raise UserError("warm_start", "trains on answers, and no problem has one", "remove it, or give answers")
         if clash := reward.weights.keys() & rewards.keys():
-            key = f"task.mixture.{min(clash)}"
-            raise UserError(key, f"a part of the reward {reward.name} has the same name", "rename the task")
+            raise UserError(
+                f"task.mixture.{min(clash)}", f"a part of the reward {reward.name} has the same name", "rename the task"
+            )
         with _naming(name):
             rewards[name] = with_columns(reward, *splits)
             _check_parts(config, name, rewards[name], problems)
@@ -163,7 +164,7 @@ def load_problems(
         pool: train: there must be enough train problems; held_out: train problems are not used and may be missing; all:
             every problem is held out.
     Raises:
-        ValueError: the data is invalid, or there are too few problems.
+        UserError: the data is invalid, or there are too few problems.
     """
     train = []
     evaluation = []
@@ -196,7 +197,7 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
     """Refuses fewer train problems of a task than a batch may have.
 
     Raises:
-        ValueError: with the remedy.
+        UserError: with the remedy.
     """
     seats = len(config.task.trained_seats)
     counts = Counter(problem.task for problem in problems)
@@ -237,8 +238,12 @@ def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) 
         try:
             reward.function([""] * len(answers), answers, answers)
         except UserError as error:
-            remedy = "correct the answer, or name another task.reward"
-            raise UserError("task.reward", f"{str(error):.300}", remedy, value=reward.name) from error
+            raise UserError(
+                "task.reward",
+                f"{str(error):.300}",
+                "correct the answer, or name another task.reward",
+                value=reward.name,
+            ) from error
 
 
 def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) -> tuple[list[Problem], list[Problem]]:
@@ -286,7 +291,7 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
     """Splits problems into (train, held out); problems with the same prompt or conversation stay together.
 
     Raises:
-        ValueError: there are fewer held-out problems than `evaluation.problems`, or none.
+        UserError: there are fewer held-out problems than `evaluation.problems`, or none.
     """
     keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_of(problem) for problem in problems]
     most = min(len(problems) // 3, MOST_HELD_OUT)

@@ -52,7 +52,7 @@ def gsm8k_problems(rows: Sequence[FileRow], system_prompt: str = TAGGED_PROMPT) 
     """One problem per row.
 
     Raises:
-        ValueError: a row has no question or answer, or its answer does not end in "####" and a number.
+        UserError: a row has no question or answer, or its answer does not end in "####" and a number.
     """
     problems = []
     for row in rows:
@@ -69,7 +69,7 @@ def math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMPT) ->
     r"""One problem per row.
 
     Raises:
-        ValueError: a row has no problem, or has neither an answer nor a solution with a \boxed.
+        UserError: a row has no problem, or has neither an answer nor a solution with a \boxed.
     """
     return [_math_problem(row, system_prompt) for row in rows]
 
@@ -104,7 +104,7 @@ def guru_math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMP
     """One problem per row.
 
     Raises:
-        ValueError: a row has no messages or no answer, or its pass rate is not a number from 0 to 1.
+        UserError: a row has no messages or no answer, or its pass rate is not a number from 0 to 1.
     """
     return [_guru_problem(row, system_prompt) for row in rows]
 

@@ -74,7 +74,7 @@ def check_last_message(prompt: str | Sequence[Mapping[str, Any]], location: str)
     Args:
         location: beginning of the message.
     Raises:
-        ValueError: with the remedy.
+        UserError: with the remedy.
     """
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         raise UserError(
@@ -103,7 +103,7 @@ def checked_messages(messages: Any, location: str) -> list[dict[str, Any]]:
     Args:
         location: beginning of error messages.
     Raises:
-        ValueError: the value is no list of messages; error messages number the messages from 0.
+        UserError: the value is no list of messages; error messages number the messages from 0.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError(location, "must hold a list of messages with role and content", f"got {messages!r:.80}")
@@ -116,7 +116,7 @@ def checked_message(message: Any, location: str) -> dict[str, Any]:
     Parts of type text are joined. Null or missing content next to an assistant's tool calls is an empty text.
 
     Raises:
-        ValueError: with the place, the wrong key and its value.
+        UserError: with the place, the wrong key and its value.
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or not role:

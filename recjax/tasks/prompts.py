@@ -119,7 +119,7 @@ def encode_problems(
         max_tokens: number of tokens to pad to; None: length of the longest prompt.
         vocabulary: number of rows of the model's embedding; None checks no ids.
     Raises:
-        ValueError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
+        UserError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
     """
     # transformers passes each of the keys under the names of the others.
     reads_reasoning = any(reads_variable(tokenizer, name) for name in REASONING_KEYS)

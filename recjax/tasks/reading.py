@@ -1,6 +1,7 @@
 """Reads rows of problems from users' files and from data sets of the Hugging Face hub."""
 
 import codecs
+import contextlib
 import glob
 import gzip
 import json
@@ -44,7 +45,7 @@ class FileRow(NamedTuple):
         """The text of a column.
 
         Raises:
-            ValueError: the column is missing, blank or not text; the message names the row.
+            UserError: the column is missing, blank or not text; the message names the row.
         """
         value = self.values.get(column)
         if not isinstance(value, str) or not value.strip():
@@ -57,7 +58,7 @@ class FileRow(NamedTuple):
         Args:
             value: text or number from the column, or from a part of the column.
         Raises:
-            ValueError: the value is neither text nor a finite number; the message names the row.
+            UserError: the value is neither text nor a finite number; the message names the row.
         """
         text = as_text(value)
         if text is None:
@@ -127,7 +128,7 @@ def native(value: Any, kind: Any, drops_nulls: bool = False) -> Any:
         kind: Arrow's type of the value, or the name of a dtype.
         drops_nulls: flag to leave out the nulls that a table adds to objects for the keys of other rows.
     Raises:
-        ValueError: a text of type JSON is not valid.
+        UserError: a text of type JSON is not valid.
     """
     if str(kind) == "extension<arrow.json>":
         return _decode(value) if isinstance(value, str) else value
@@ -153,7 +154,7 @@ def template_of(row: FileRow) -> dict[str, Any]:
     Both columns hold objects or JSON text.
 
     Raises:
-        ValueError: a column holds anything else; the message names the row.
+        UserError: a column holds anything else; the message names the row.
     """
     cells = {name: row.values.get(name) for name in TEMPLATE_COLUMNS}
     for name, value in cells.items():
@@ -182,7 +183,7 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
         key: config key that names the file, for error messages.
         narrow_lists: flag to apply `native` to lists of numbers, which takes long for log-probs.
     Raises:
-        ValueError: the file is missing, empty or damaged, or a row is not an object; the message names file and line
+        UserError: the file is missing, empty or damaged, or a row is not an object; the message names file and line
             (JSON Lines, from 1) or row (from 0).
     """
     where = f"{key}: {file}"
@@ -215,20 +216,32 @@ def _parquet_rows(file: Path, where: str, narrow_lists: bool) -> Iterator[FileRo
     import pyarrow.parquet as pq  # JSON Lines do not need it
 
     number = 0
-    try:
-        # An open file: pyarrow reads some names as addresses.
-        with file.open("rb") as opened:
+    # An open file: pyarrow reads some names as addresses.
+    with file.open("rb") as opened:
+        with _reading_parquet(where):
             table = pq.ParquetFile(opened)
             names = table.schema_arrow.names
-            if repeated := next((name for name in names if names.count(name) > 1), None):
-                raise UserError(problem=f"the column {repeated!r} is given twice", remedy="remove one")
-            kinds = column_kinds(table.schema_arrow)
-            for batch in table.iter_batches(_ROWS_AT_ONCE):
-                columns = [_cells(batch.column(name), name, kinds[name], narrow_lists) for name in names]
-                for values in zip(*columns, strict=True):
-                    yield FileRow(dict(zip(names, values, strict=True)), f"{where}: row {number}")
-                    number += 1
-    except Exception as error:  # Arrow raises many types for damaged or encrypted files
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(where, f"the column {repeated!r} is given twice", "remove one")
+        kinds = column_kinds(table.schema_arrow)
+        batches = table.iter_batches(_ROWS_AT_ONCE)
+        while True:
+            with _reading_parquet(where):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            columns = [_cells(batch.column(name), name, kinds[name], narrow_lists) for name in names]
+            for values in zip(*columns, strict=True):
+                yield FileRow(dict(zip(names, values, strict=True)), f"{where}: row {number}")
+                number += 1
+
+
+@contextlib.contextmanager
+def _reading_parquet(where: str) -> Iterator[None]:
+    """Explains an error of Arrow, which raises many types for damaged or encrypted files."""
+    try:
+        yield
+    except Exception as error:
         reason = str(error).strip() or type(error).__name__
         raise UserError(where, f"cannot be read as Parquet ({reason:.300})", "write the file again") from error
 
@@ -303,7 +316,7 @@ def read_data(where: str, key: str, split: str) -> list[FileRow]:
         key: config key, for error messages.
         split: beginning of the files' names in a folder, "train" or "test".
     Raises:
-        ValueError: see `read_file`; or the folder has no such file, or no file has a name of the pattern.
+        UserError: see `read_file`; or the folder has no such file, or no file has a name of the pattern.
     """
     path = Path(where)
     if path.is_dir():
@@ -326,7 +339,7 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
         split: name of the split, "train" or "test".
         key: config key, for error messages.
     Raises:
-        ValueError: the files are missing, the hub cannot be reached, or a file is damaged.
+        UserError: the files are missing, the hub cannot be reached, or a file is damaged.
     """
     path = Path(where)
     folder = path
@@ -420,7 +433,7 @@ def parsed(line: bytes, location: str) -> Any:
     """The value of JSON text.
 
     Raises:
-        ValueError: it is no JSON, is not UTF-8, repeats a key or has half of a character; the message has `location`.
+        UserError: it is no JSON, is not UTF-8, repeats a key or has half of a character; the message has `location`.
     """
     try:
         text = line.decode("utf-8")

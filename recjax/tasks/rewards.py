@@ -29,7 +29,7 @@ def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Se
     """1 if the completion is a single number with the value of the answer.
 
     Raises:
-        ValueError: an answer is not a number.
+        UserError: an answer is not a number.
     """
     return _compared(
         _number, "number_match needs answers that are numbers", _answer_texts(prompts, completions), answers
@@ -40,7 +40,7 @@ def last_number_match(prompts: Sequence[str], completions: Sequence[str], answer
     """1 if the last number in the completion equals the last number in the answer.
 
     Raises:
-        ValueError: an answer contains no number.
+        UserError: an answer contains no number.
     """
     need = "last_number_match needs answers that hold a number"
 

@@ -47,7 +47,7 @@ def toolace_problems(rows: Sequence[FileRow], system_prompt: str = SYSTEM_PROMPT
     """One problem for every assistant turn with function calls.
 
     Raises:
-        ValueError: a row has no system text or no turns, or a turn has no known speaker or no text.
+        UserError: a row has no system text or no turns, or a turn has no known speaker or no text.
     """
     problems = []
     unreadable = 0

@@ -52,7 +52,7 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
         state: run state between two steps, with all grades in its queue.
         older: steps of checkpoints to keep, because an agent's frozen seats read their weights.
     Raises:
-        ValueError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
+        UserError: the checkpoint cannot be written, and earlier checkpoints stay; or no step has the metric of
             `training.keep_best`.
     """
     waiting, queue = to_plain(state.queue)
@@ -136,7 +136,7 @@ def best_step(run: Path, metric: str) -> int:
     Args:
         metric: name in metrics.jsonl, with - in front if lower is better.
     Raises:
-        ValueError: no checkpoint has a step with this metric.
+        UserError: no checkpoint has a step with this metric.
     """
     name = metric.removeprefix("-")
     rows = read_metrics(run / "metrics.jsonl")
@@ -145,8 +145,10 @@ def best_step(run: Path, metric: str) -> int:
     known = sorted({key for row in rows for key, value in row.items() if isinstance(value, int | float)})
     # Only evaluations have metrics before the first step.
     if not values and (len(rows) > 1 or name.startswith("evaluation/")):
-        remedy = f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}"
-        raise UserError(f"metric {metric!r} (training.keep_best)", remedy)
+        raise UserError(
+            f"metric {metric!r} (training.keep_best)",
+            f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}",
+        )
     return max(values, key=lambda step: -values[step] if metric != name else values[step], default=0)
 
 
@@ -157,7 +159,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         trained, behavior_params: shapes, dtypes and shardings to restore to, which may differ from the saved ones;
             `behavior_params` is used only if the checkpoint has the sampler's copy.
     Raises:
-        ValueError: the checkpoint has another format or cannot be read.
+        UserError: the checkpoint has another format or cannot be read.
     """
     step = manager.latest_step()
     name = f"{manager.directory}: the checkpoint of step {step}"
@@ -204,7 +206,7 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
         fresh: state before a first step, on the devices.
         new_average: keep the average of `fresh`, which is the policy before the first step.
     Raises:
-        ValueError: the checkpoint has another optimizer, or cannot be read.
+        UserError: the checkpoint has another optimizer, or cannot be read.
     """
     like = {"optimizer_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)}
     arguments = ocp.args.PyTreeRestore(
@@ -215,8 +217,11 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             state = checkpointer.restore(folder.absolute(), args=arguments)["optimizer_state"]
     except Exception as error:
-        remedy = "set optimizer.state=new to begin with a new state"
-        raise UserError(folder, f"its optimizer state does not fit ({short_error(error)})", remedy) from error
+        raise UserError(
+            folder,
+            f"its optimizer state does not fit ({short_error(error)})",
+            "set optimizer.state=new to begin with a new state",
+        ) from error
     begins = (optax.ScaleByScheduleState, Averaged) if new_average else optax.ScaleByScheduleState
     is_new = lambda node: isinstance(node, begins)  # noqa: E731
     return jax.tree.map(lambda new, old: new if is_new(new) else old, fresh, state, is_leaf=is_new)
@@ -238,7 +243,7 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     """The JSON part of a checkpoint: format, version, the queue's numbers, totals.
 
     Raises:
-        ValueError: the file cannot be read.
+        UserError: the file cannot be read.
     """
     path = folder / str(step) / "progress" / "metadata"
     try:
@@ -262,7 +267,7 @@ def check_data(config: Config, step: int, data: dict[str, str], output: Path | N
         output: folder of a stage of the run; None: the run's own.
         data: result of `data_digests`.
     Raises:
-        ValueError: a store or problems have changed.
+        UserError: a store or problems have changed.
     """
     known = progress((output or Path(config.output)) / "checkpoints", step).get("totals", {}).get("data", {})
     rates = f" and the pass rates in {cache_folder('pass_rates')}" if config.task.keep else ""
@@ -289,7 +294,7 @@ def check_weight_digests(config: Config, step: int, weights: dict[str, str], rea
         weights: result of `weight_digests`.
         read: True if the run still reads parameters of its initial policy.
     Raises:
-        ValueError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
+        UserError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
             if the run reads them no more, a warning names them instead.
     """
     known = progress(Path(config.output) / "checkpoints", step).get("totals", {}).get("weights", {})
@@ -321,7 +326,7 @@ def set_damaged_aside(folder: Path) -> None:
     starts again, and no work is lost.
 
     Raises:
-        ValueError: there are checkpoints, but none is whole; they stay in place.
+        UserError: there are checkpoints, but none is whole; they stay in place.
     """
     refused = None
     if hosts.is_first() and folder.is_dir():

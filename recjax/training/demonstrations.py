@@ -57,7 +57,7 @@ def train_on_demonstrations(
     Returns:
         All parameters after the last step, and the last losses, in nats per token.
     Raises:
-        ValueError: the data have changed since the stage began, or a state cannot be read or written.
+        UserError: the data have changed since the stage began, or a state cannot be read or written.
         BadStep, Preempted: see `loop.train_steps`.
     """
     config = _stage_config(setup.config)

@@ -73,7 +73,7 @@ def answered(
         done: indices of first prompts of parts that are not sampled.
         version: optimizer updates of `params`; None: `step`.
     Raises:
-        ValueError: every agent of the whole evaluation failed through its own mistake.
+        UserError: every agent of the whole evaluation failed through its own mistake.
     """
     settings = config.evaluation
     size = config.rollout.prompts_per_step
@@ -247,7 +247,7 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
     Args:
         params: all parameters in the dtype that they compute in.
     Raises:
-        ValueError: too few problems remain, or the cache cannot be written.
+        UserError: too few problems remain, or the cache cannot be written.
     """
     keep = config.task.keep
     rollout = config.rollout

@@ -45,7 +45,7 @@ class FollowedRun:
         """Waits for the newest weights, and logs that it waits.
 
         Raises:
-            ValueError: the config of the run cannot be used.
+            UserError: the config of the run cannot be used.
         """
         logged_at = time.monotonic() - LINE_SECONDS
         while (weights := self.newer()) is None:

@@ -43,7 +43,7 @@ def check_kernels(decoder: Decoder, params: dict, batch: Batch, layout: Layout, 
     Returns:
         False if the batch has no tokens.
     Raises:
-        ValueError: the kernels' log-probs are further from exact ones than rounding explains.
+        UserError: the kernels' log-probs are further from exact ones than rounding explains.
     """
     row, real = _longest_row(batch, layout)
     if not real.any():

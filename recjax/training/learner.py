@@ -138,7 +138,7 @@ class Learner:
         """One optimizer step; see `update.update`. The device may still compute it after the call returns.
 
         Raises:
-            ValueError: before the first step, see `check_kernels`.
+            UserError: before the first step, see `check_kernels`.
         """
         if self._is_unchecked:
             params = combine(trained.params, self.frozen)

@@ -19,7 +19,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = N
         devices: devices of the mesh, for example of a topology to compile for; None: all devices of all hosts; a
             number: an abstract mesh of as many absent devices.
     Raises:
-        ValueError: the product of the sizes is not the number of devices.
+        UserError: the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     is_absent = isinstance(devices, int)
@@ -47,7 +47,7 @@ def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
     Args:
         mesh: mesh to check; an empty mesh, which is JAX's default, fits any model.
     Raises:
-        ValueError: an axis does not divide a dimension of the model; the message names both and the axis's size.
+        UserError: an axis does not divide a dimension of the model; the message names both and the axis's size.
     """
     if mesh.shape.get("expert", 1) > 1 and decoder.experts is None:
         raise UserError("mesh.expert", "the model has no experts", "set 1", value=mesh.shape["expert"])

@@ -68,7 +68,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             refuses_impossible: whether tokens of probability 0 are an error.
             remedy: remedy for numbers that are not finite.
         Raises:
-            ValueError: a line of metrics.jsonl is not a row, or the file cannot be written.
+            UserError: a line of metrics.jsonl is not a row, or the file cannot be written.
         """
         self._path = output / "metrics.jsonl"
         self._trackers = trackers
@@ -218,7 +218,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     An incomplete last line does not count: its write is not finished, or a kill cut it short.
 
     Raises:
-        ValueError: another line is not a row.
+        UserError: another line is not a row.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     return [_row(line, f"{path}: line {number}") for number, line in enumerate(lines[:-1], 1)]

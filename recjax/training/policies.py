@@ -91,7 +91,7 @@ def open_policy(source: str | Path | None, config: Config | None = None, step: i
             None: a run's policy as its checkpoint has it, with float32 parameters as NumPy arrays on the host.
         step: step of a run's checkpoint, or "best": the highest evaluation/accuracy.
     Raises:
-        ValueError: the checkpoint or model does not exist or does not fit the mesh, or the model or task of the run
+        UserError: the checkpoint or model does not exist or does not fit the mesh, or the model or task of the run
             has changed.
     """
     run, name = split_step(source or "base")
@@ -193,7 +193,7 @@ def for_sampling(policy: Policy, params: dict) -> dict:
     """Converts parameters on the devices to the compute dtype.
 
     Raises:
-        ValueError: the current mesh does not fit the model.
+        UserError: the current mesh does not fit the model.
     """
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     return in_compute_dtype(policy.decoder, params, copy=False)
@@ -208,7 +208,7 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
     Args:
         overwrite: read no config.yaml in the folder `output`.
     Raises:
-        ValueError: the run or its checkpoint does not exist, has another model, or trained other parameters; or an
+        UserError: the run or its checkpoint does not exist, has another model, or trained other parameters; or an
             adapter that recjax cannot read, or that differs from `model.lora`.
     """
     model = config.model
@@ -254,7 +254,7 @@ def with_pinned(config: Config, overwrite: bool) -> Config:
     Args:
         overwrite: read no config.yaml in the folder `output`.
     Raises:
-        ValueError: the checkpoint does not exist or is damaged.
+        UserError: the checkpoint does not exist or is damaged.
     """
     resumes = not overwrite and (Path(config.output) / "config.yaml").is_file()
     stored = (stored_config(Path(config.output)).get("model") or {}) if resumes else {}
@@ -342,7 +342,7 @@ def reference_params(config: Config, policy: Policy) -> dict:
     """All parameters of `model.reference`, as the decoder of the policy takes them, in the compute dtype.
 
     Raises:
-        ValueError: the reference cannot be read, or has another shape or tokenizer than the policy.
+        UserError: the reference cannot be read, or has another shape or tokenizer than the policy.
     """
     opened = open_policy(config.model.reference, config)
     plain = dataclasses.replace(policy.decoder.config, lora=None)
@@ -379,7 +379,7 @@ def load_teacher(config: Config, policy: Policy) -> Teacher | None:
     """Loads the run or model that `model.teacher` names; None if the key is not set, or names the policy itself.
 
     Raises:
-        ValueError: the model cannot be read, or its vocabulary differs from the policy's.
+        UserError: the model cannot be read, or its vocabulary differs from the policy's.
     """
     name = config.model.teacher
     if name in (None, POLICY):
@@ -414,7 +414,7 @@ def run_config(run: Path) -> Config:
     """The config of a run; keys that this version does not have are skipped, with a warning that names them.
 
     Raises:
-        ValueError: the folder is not a run, or its config.yaml is damaged or has values that this version refuses.
+        UserError: the folder is not a run, or its config.yaml is damaged or has values that this version refuses.
     """
     path = run / "config.yaml"
     if not path.is_file():
@@ -452,7 +452,7 @@ def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Po
         config: config of the run.
         merge: merge adapters.
     Raises:
-        ValueError: the model of the config, or the problems that it depends on, cannot be read. The function raises it
+        UserError: the model of the config, or the problems that it depends on, cannot be read. The function raises it
             if the checkpoint has other shapes than the model, and types of Orbax for missing files.
     """
     lora = config.model.lora
@@ -533,8 +533,11 @@ def _read_whole(run: Path, config: Config, step: int | str | None, read: Callabl
             if folder.exists():
                 raise
             if step not in (None, "best") or tries == 1:
-                remedy = "raise training.keep_checkpoints, or read it again"
-                raise UserError(folder, "the run deleted this checkpoint during the read", remedy) from error
+                raise UserError(
+                    folder,
+                    "the run deleted this checkpoint during the read",
+                    "raise training.keep_checkpoints, or read it again",
+                ) from error
 
 
 def _restored(run: Path, step: int, like: dict) -> dict:
@@ -565,7 +568,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
         dtype: dtype of the weights.
         adapters: write only the adapters, in PEFT's format and in float32, instead of merging them into the model.
     Raises:
-        ValueError: the folder has files, the checkpoint does not exist, or the run has no adapters.
+        UserError: the folder has files, the checkpoint does not exist, or the run has no adapters.
     """
     check_output(output)
     if adapters:

@@ -113,7 +113,7 @@ def prepare(
     Returns:
         The setup, and all of the initial policy's parameters in float32.
     Raises:
-        ValueError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
+        UserError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
     phases = PhaseSeconds()
     with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
@@ -180,7 +180,7 @@ def check_problems(config: Config, task: Task) -> None:
     """Compares the problems of all processes; every process must call it.
 
     Raises:
-        ValueError: they differ; the message names files and tasks.
+        UserError: they differ; the message names files and tasks.
     """
     if jax.process_count() == 1:
         return

@@ -32,7 +32,7 @@ def known_problems(setup: Setup) -> Known:
     """The task's problems; checks that the reward can grade the store's other prompts, which have no columns.
 
     Raises:
-        ValueError: a prompt of the store has no known answer or column that its reward needs.
+        UserError: a prompt of the store has no known answer or column that its reward needs.
     """
     # agents make prompts of their own
     known = {}
@@ -64,7 +64,7 @@ def regraded(setup: Setup, known: Known) -> Setup:
     """The setup with the run's own rewards for stored completions, which are computed once and kept in the store.
 
     Raises:
-        ValueError: the reward function fails, or the store cannot be written.
+        UserError: the reward function fails, or the store cannot be written.
     """
     path = Path(setup.config.output) / "grader.json"
     if hosts.is_first() and not path.exists():

@@ -64,7 +64,7 @@ def check_processes(config: Config) -> None:
     """Compares config, versions and code of all processes of a command, and connects their devices.
 
     Raises:
-        ValueError: they differ, apart from `output` and `grading.workers`.
+        UserError: they differ, apart from `output` and `grading.workers`.
     """
     if jax.process_count() == 1:
         return
@@ -79,7 +79,7 @@ def check_run_folder(config: Config, overwrite: bool) -> None:
     Args:
         overwrite: whether the folder may also have another run.
     Raises:
-        ValueError: the folder has a finished run, a run of another config, or files that are not a run.
+        UserError: the folder has a finished run, a run of another config, or files that are not a run.
     """
     output = Path(config.output)
     if "\\" in str(output.absolute()):
@@ -121,7 +121,7 @@ def with_chat_date(config: Config, overwrite: bool) -> Config:
     """The config with a date for its chat template, if the template reads one: the day on which the run first started.
 
     Raises:
-        ValueError: the model folder, or the config.yaml of the run, cannot be read.
+        UserError: the model folder, or the config.yaml of the run, cannot be read.
     """
     model = config.model
     if not model.path or model.chat_date:
@@ -144,7 +144,7 @@ def is_finished(config: Config) -> bool:
     """True if `output` has a finished run of this config. False if summary.json is damaged; resuming writes it again.
 
     Raises:
-        ValueError: `output` has a run of another config.
+        UserError: `output` has a run of another config.
     """
     summary = Path(config.output) / "summary.json"
     if not summary.is_file():
@@ -167,7 +167,7 @@ def open_run_folder(config: Config, overwrite: bool, reward: Any = None) -> Path
     Args:
         reward: function, or functions, that a program passed as the reward.
     Raises:
-        ValueError: see `check_run_folder`; also if a process does not see the folder.
+        UserError: see `check_run_folder`; also if a process does not see the folder.
     """
     check_run_folder(config, overwrite)
     output = Path(config.output)
@@ -219,7 +219,7 @@ def check_config_file(run: Path, config: Config, said: dict[str, Any]) -> None:
     Args:
         said: progress of the checkpoint; older versions stored no config there, or other keys.
     Raises:
-        ValueError: a setting that affects the weights differs.
+        UserError: a setting that affects the weights differs.
     """
     ours = config.model_dump()
     theirs = said["totals"].get("config")

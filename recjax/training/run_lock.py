@@ -52,7 +52,7 @@ class RunLock:
         """Checks that the folder still exists and that this process still holds it.
 
         Raises:
-            ValueError: the folder was deleted, or another process took it over.
+            UserError: the folder was deleted, or another process took it over.
         """
         if self._holder is None:
             return
@@ -83,7 +83,7 @@ def held(output: Path) -> Iterator[RunLock]:
     other hosts do not see, the modification time of the file, which the holder updates, shows if the holder is alive.
 
     Raises:
-        ValueError: another process holds the folder, or the folder cannot be created or written.
+        UserError: another process holds the folder, or the folder cannot be created or written.
     """
     lock = RunLock(output / NAME, None)
     refused = None

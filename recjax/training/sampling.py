@@ -269,7 +269,7 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
     """The task's training and evaluation prompts, encoded to one width; does not load the reward.
 
     Raises:
-        ValueError: see `without_long_prompts`; also a prompt that cannot be encoded.
+        UserError: see `without_long_prompts`; also a prompt that cannot be encoded.
     """
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     if task.reward:
@@ -284,7 +284,7 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
     """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
 
     Raises:
-        ValueError: too few problems remain.
+        UserError: too few problems remain.
     """
     if rollout.long_prompts == "refuse":
         return task

@@ -119,7 +119,7 @@ def check_source(config: Config) -> None:
     """Refuses sources that several processes cannot share.
 
     Raises:
-        ValueError: several processes would follow a store, or train with another engine.
+        UserError: several processes would follow a store, or train with another engine.
     """
     if jax.process_count() == 1:
         return
@@ -336,7 +336,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         """Connects to the server. Its first batch gets the weights again, also after a resume.
 
         Raises:
-            ValueError: the server does not answer, or takes no weights although the sampler's weights change.
+            UserError: the server does not answer, or takes no weights although the sampler's weights change.
         """
         config = self._sampler.config
         self.engine = engine = RemoteEngine.of_config(config, self._sampler.policy)
@@ -396,7 +396,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         """The groups of a batch, without grades; see `BatchSampler.sample`.
 
         Raises:
-            ValueError: the server keeps losing the weights, or sends no usable replies.
+            UserError: the server keeps losing the weights, or sends no usable replies.
         """
         config = self._sampler.config
         count, group_size = config.own_counts
@@ -423,7 +423,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         """Writes the weights to a folder and gives them to the server.
 
         Raises:
-            ValueError: the server does not take them.
+            UserError: the server does not take them.
         """
         began = time.monotonic()
         config = self._sampler.config

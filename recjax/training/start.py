@@ -84,7 +84,7 @@ def train(
         check: called with the run's setup before the first evaluation or step.
     Raises:
         BadStep, Preempted: see `loop.train_steps`.
-        ValueError: a task, model, store or folder that cannot be used, or a reward function at fault.
+        UserError: a task, model, store or folder that cannot be used, or a reward function at fault.
     """
     check_processes(config)
     check_run_folder(config, overwrite)
@@ -250,7 +250,7 @@ def asks_to_stop(returned: Any) -> bool:
     """True if `on_step` returned True, False for False and None.
 
     Raises:
-        ValueError: it returned something else, which may be true by chance.
+        UserError: it returned something else, which may be true by chance.
     """
     if returned is None or isinstance(returned, bool | np.bool_):
         return bool(returned)
@@ -304,7 +304,7 @@ def begin(
         reward, sources, learner: see `train`.
         ahead: compiles the programs of a new run's evaluation and sampler; None: they are compiled when called.
     Raises:
-        ValueError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
+        UserError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
         Preempted: on a signal during the warm start on demonstrations, after the current step and its checkpoint.
     """
     learner = learner or Learner()

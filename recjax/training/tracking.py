@@ -50,7 +50,7 @@ def identity(output: Path) -> tuple[str, str]:
     The first call stores them in tracking.json in the folder.
 
     Raises:
-        ValueError: tracking.json cannot be written.
+        UserError: tracking.json cannot be written.
     """
     path = output / NAME
     try:
@@ -75,7 +75,7 @@ class Trackers:
         """Imports the modules; each thread starts its tracker when the first row arrives.
 
         Raises:
-            ValueError: a module is not installed.
+            UserError: a module is not installed.
         """
         self._boards = []
         self._modules = []

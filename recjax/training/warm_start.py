@@ -66,7 +66,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     mesh, which affects rounding. Damaged entries are made again. Runs with several processes do not use the cache.
 
     Raises:
-        ValueError: the cache cannot be written.
+        UserError: the cache cannot be written.
     """
     if jax.process_count() > 1:
         return supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
@@ -216,7 +216,7 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
     All processes of a run must call it, and share the work.
 
     Raises:
-        ValueError: a file cannot be read, or a chat cannot be trained on; the message has file, line and reason.
+        UserError: a file cannot be read, or a chat cannot be trained on; the message has file, line and reason.
     """
     if not config.demonstrations:
         return None
@@ -264,7 +264,7 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
     Args:
         row: row of a file with a column `messages`, and maybe `tools` and `chat_template_kwargs`.
     Raises:
-        ValueError: the chat has other roles or an odd order, or the chat template does not write it as the policy would
+        UserError: the chat has other roles or an odd order, or the chat template does not write it as the policy would
             reply; the message has file, line and reason.
     """
     variables = template_of(row)

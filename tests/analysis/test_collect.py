@@ -94,7 +94,7 @@ def test_runs_are_read_by_their_folders(path, tmp_path):
     expected = collect(read_sweep(path)[1])
     own = expected[expected["algorithm"] == "grpo"]["reward"].to_numpy()
     np.testing.assert_array_equal(table[table["run"] == folders[1]]["reward"], own)
-    with pytest.raises(ValueError, match="nowhere' has no metrics.jsonl"):
+    with pytest.raises(ValueError, match="nowhere': has no metrics.jsonl"):
         read_folders([*folders, "nowhere"])
 
 

@@ -567,7 +567,7 @@ def test_a_store_in_a_folder_that_may_not_be_written_is_read(db, monkeypatch):
         ("postgresql://me:se/cret@127.0.0.1:1/x", r"postgresql://me:\*\*\*@127.0.0.1:1/x: .*set .*PGPASSWORD, or"),
         ("postgresql://me@127.0.0.1:x/y", "is no URL of a database; give postgresql://user@host/name"),
         ("postgresql://me@127.0.0.1:1/x?password=secret", r"x\?password=\*\*\*: a password in a config is written"),
-        ("postgresql://me@127.0.0.1:1/x", "127.0.0.1:1/x cannot be opened: connection .*; .*URL, or try again"),
+        ("postgresql://me@127.0.0.1:1/x", "127.0.0.1:1/x: cannot be opened: connection .*; .*URL, or try again"),
     ],
 )
 def test_urls_that_cannot_be_used_name_no_password(url, message, monkeypatch):

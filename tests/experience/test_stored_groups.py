@@ -231,7 +231,7 @@ def test_a_store_is_tokenized_once_as_it_grows(place, tmp_path, monkeypatch, cap
     with sqlite3.connect(file) as database:
         database.execute("update store set completions = 1")
     opened(len(rows) + 1)
-    assert f"{file} is damaged" in caplog.text and "makes it again" in caplog.text
+    assert f"{file}: is damaged" in caplog.text and "makes it again" in caplog.text
     opened(0)
     longer = POLICY._replace(stop_ids=(2,))
     assert [group.completions[0].rows[0].tokens[-1] for group in load_groups(path, longer)].count(2) > 0

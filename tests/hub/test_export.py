@@ -264,7 +264,7 @@ def test_refusals_leave_nothing_behind(small, tmp_path):
     with pytest.raises(ValueError, match="dtype 'int8': is not supported; use float32, bfloat16, float16"):
         export_model(tmp_path / "new", config, params, base, "int8")
     params["norm"] = {"scale": np.full(16, 1e6, np.float32)}
-    with pytest.raises(ValueError, match="'model.norm.weight' has values that float16 cannot hold"):
+    with pytest.raises(ValueError, match="'model.norm.weight': has values that float16 cannot hold"):
         export_model(tmp_path / "new", config, params, base, "float16")
     with pytest.raises(ValueError, match="head/kernel.* not those of the config"):
         export_model(tmp_path / "new", config, {k: v for k, v in params.items() if k != "head"}, base)

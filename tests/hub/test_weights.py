@@ -390,7 +390,10 @@ def test_config_fields_of_families(tmp_path, changes, options):
         (MOE | {"num_experts": 0}, "num_.*experts = 0: takes a finite number above 0"),
         (MOE | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 is not a known field"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0: is not supported, only None"),
-        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: is not supported, only 0.0"),
+        (
+            {"model_type": "mixtral", "router_jitter_noise": 0.1},
+            "router_jitter_noise = 0.1: is not supported, only 0.0",
+        ),
         ({"head_dim": "wide"}, "this is no model config"),
         ({"attention_bias": True}, "attention_bias = True: is not supported, only False"),
         ({"mlp_bias": True}, "mlp_bias = True: is not supported, only False"),
@@ -564,7 +567,7 @@ def test_shard_errors(tmp_path):
     with pytest.raises(ValueError, match="names the shard model-00002-of-00002.safetensors, which is missing"):
         load_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="index.json is no safetensors index"):
+    with pytest.raises(ValueError, match="index.json: is no safetensors index"):
         load_pretrained(tmp_path)
 
 

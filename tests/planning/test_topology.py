@@ -92,7 +92,9 @@ def test_devices_by_name(name, kind, count):
 
 @pytest.mark.parametrize("name", ["abacus", "h100:3", "a100:8", "v5e:3x3", "v5e-16:4", "v5p-7", "v5p", "v5e-3"])
 def test_unknown_devices_are_refused_with_those_that_are_known(name):
-    with pytest.raises(ValueError, match=f"--device = '{name}': is unknown; give host, one of t4-16.*v5p: 1x1x1.*1 2 4 8"):
+    with pytest.raises(
+        ValueError, match=f"--device = '{name}': is unknown; give host, one of t4-16.*v5p: 1x1x1.*1 2 4 8"
+    ):
         named_devices(name)
 
 

@@ -134,7 +134,7 @@ def test_a_chat_is_read_as_problems_are(made):
     user = {"role": "user", "content": parts}
     asyncio.run(replied(asker, asker.chat([user, called, user])))
     assert policy.tokenizer.decode(live.asked[0]) == "[user:What is 1+1?[assistant:<eos>[user:What is 1+1?[assistant:"
-    with pytest.raises(ValueError, match="policy.chat: messages must hold a list of messages"):
+    with pytest.raises(ValueError, match="policy.chat: messages: must hold a list of messages"):
         asyncio.run(replied(asker, asker.chat("hello")))
     with pytest.raises(ValueError, match="chat_template_kwargs.breif: .* does not read it"):
         asyncio.run(replied(asker, asker.chat([user], chat_template_kwargs={"breif": True})))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from recjax.config import Config, GradingConfig, RolloutConfig, TaskConfig, TrainingConfig
+from recjax.errors import UserError
 from recjax.experience.group import Completion, Grade
 from recjax.experience.stored import as_trained
 from recjax.rollout.collecting import Grades
@@ -150,7 +151,7 @@ def test_a_grading_process_that_dies_is_an_error_and_not_a_hang(faulty):
     with Grading(CONFIG, load_reward("faulty")) as grading:
         assert submitted(grading, ["a"]).result().rewards == [1]
         os.killpg(grading._workers._program.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="worker processes ended by themselves"):
+        with pytest.raises(UserError, match="worker processes ended by themselves"):
             for _ in range(1000):  # a worker, whose group is its own, may answer until the system has ended it, too
                 submitted(grading, ["a"]).result(timeout=30)
 

@@ -360,7 +360,7 @@ def test_any_column_of_a_parquet_file_may_hold_anything_unless_it_is_read(tmp_pa
         reward = load_reward("python:it", {}, False, read)._replace(answer="answer")
         with pytest.raises(ValueError, match=reason):
             with_columns(reward, [first, second])
-    with pytest.raises(ValueError, match="row 0: column 'times' must hold text or a number.*OverflowError"):
+    with pytest.raises(ValueError, match="row 0: column 'times': must hold text or a number.*OverflowError"):
         file_problems(tmp_path / "a.parquet", FileTask(train="", answer_column="times"))
 
 
@@ -439,7 +439,7 @@ def test_a_programs_rows_may_have_cells_that_json_lacks(tmp_path, monkeypatch):
     (problem,) = file_problems(rows_file(keep_rows([{**row, "raw": b"x"}])), FileTask(train=""))
     assert problem.columns["date"] == "2020-01-02"
     with pytest.raises(
-        ValueError, match="problems: row 0: column 'raw' must .*a value of type bytes, which JSON cannot"
+        ValueError, match="problems: row 0: column 'raw': must .*a value of type bytes, which JSON cannot"
     ):
         file_problems(rows_file(keep_rows([{**row, "raw": b"x"}])), FileTask(train="", answer_column="raw"))
     assert keep_rows(pd.Series([{"prompt": "x"}])) == keep_rows([{"prompt": "x"}])
@@ -514,14 +514,14 @@ def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
         ({"question": "x", "answer": "1"}, "no 'prompt'; the row has 'question', 'answer'"),
         ({"prompt": "x", "answer": None}, "no 'answer'"),
         ({"prompt": " ", "answer": "1"}, "not blank"),
-        ({"prompt": 3, "answer": "1"}, "'prompt' must hold text"),
+        ({"prompt": 3, "answer": "1"}, "'prompt': must hold text"),
         ({"prompt": [], "answer": "1"}, "must hold a list of messages with role and content; got []"),
         ({"prompt": chat("", "3+4?", "Let me think: "), "answer": "7"}, "'prompt': the last message is an assistant's"),
-        ({"prompt": "x", "answer": ["1"]}, "'answer' must hold text or a number"),
-        ({"prompt": "x", "answer": True}, "'answer' must hold text or a number"),
-        ('{"prompt": "x", "answer": NaN}', "'answer' must hold text or a number"),
-        ('{"prompt": "x", "answer": -Infinity}', "'answer' must hold text or a number"),
-        ('{"prompt": "x", "answer": 1e999}', "'answer' must hold text or a number"),
+        ({"prompt": "x", "answer": ["1"]}, "'answer': must hold text or a number"),
+        ({"prompt": "x", "answer": True}, "'answer': must hold text or a number"),
+        ('{"prompt": "x", "answer": NaN}', "'answer': must hold text or a number"),
+        ('{"prompt": "x", "answer": -Infinity}', "'answer': must hold text or a number"),
+        ('{"prompt": "x", "answer": 1e999}', "'answer': must hold text or a number"),
     ],
 )
 def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, row, reason):
@@ -737,7 +737,7 @@ def test_equal_messages_with_other_tools_are_other_problems(tmp_path):
 )
 def test_a_row_that_gives_the_template_something_else_is_named(tmp_path, column, value, reason):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2", column: value}]
-    with pytest.raises(ValueError, match=f"line 2: column '{column}' .*{reason}"):
+    with pytest.raises(ValueError, match=f"line 2: column '{column}': .*{reason}"):
         file_problems(write_jsonl(tmp_path / "a.jsonl", rows), FileTask(train="", chat=True))
 
 

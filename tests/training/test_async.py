@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from recjax.config import RegimeConfig
+from recjax.errors import UserError
 from recjax.rollout import generators
 from recjax.rollout.generators import Generators
 from recjax.training.metrics import read_metrics
@@ -191,7 +192,7 @@ def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monke
     with Generators(RegimeConfig(mode="async", max_staleness=0), functools.partial(dies, tmp_path)) as apart:
         apart.replace_weights(0, dict)
         apart.issue(7)
-        with pytest.raises(RuntimeError, match=r"generator 1 of 1 died .*2th time in a row, at batch 7"):
+        with pytest.raises(UserError, match=r"generator 1 of 1: it died .*2th time in a row, at batch 7"):
             apart.receive(wait=True)
 
 

@@ -181,7 +181,7 @@ def test_an_exported_folder_that_was_damaged_is_refused(with_weights, tmp_path):
     folder = shutil.copytree(with_weights, tmp_path / "run")
     export(str(folder), None, str(tmp_path / "out"), None, "float32")
     flip(tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match="model.safetensors is damaged.*delete .*manifest.json"):
+    with pytest.raises(ValueError, match="model.safetensors: is damaged.*delete .*manifest.json"):
         export(None, str(tmp_path / "out"), str(tmp_path / "again"), None, "bfloat16")
 
 
@@ -227,7 +227,7 @@ def test_lines_that_are_no_rows_are_named(tmp_path):
     for line in ('{"loss": 1.0}', "garbage", "", '{"step": "1"}', "[1]", "\udcff"):
         content = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n{{"st'
         (tmp_path / "metrics.jsonl").write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(ValueError, match="metrics.jsonl: line 2 is not a row of metrics .*; restore the file"):
+        with pytest.raises(ValueError, match="metrics.jsonl: line 2: is not a row of metrics .*; restore the file"):
             read_metrics(tmp_path / "metrics.jsonl")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "lo')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
@@ -331,5 +331,5 @@ def test_a_copied_checkpoint_is_no_later_one(tiny):
     count(config)
     folder = Path(config.output) / "checkpoints"
     shutil.copytree(folder / "3", folder / "9")
-    with pytest.raises(ValueError, match="checkpoints/9 is a copy of the checkpoint of step 3; delete it"):
+    with pytest.raises(ValueError, match="checkpoints/9: is a copy of the checkpoint of step 3; delete it"):
         count(tiny("run", "training.steps=12"))

@@ -183,8 +183,8 @@ def test_tool_calls_and_template_variables_are_the_templates(policy, tmp_path):
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        (None, "messages must hold a list of messages with role and content; got None"),
-        ([], "messages must hold a list of messages with role and content; got []"),
+        (None, "messages: must hold a list of messages with role and content; got None"),
+        ([], "messages: must hold a list of messages with role and content; got []"),
         (["hi"], "messages: message 0: 'hi' is no message"),
         ([{"content": "hi"}], "messages: message 0: {'content': 'hi'} is no message; it has a role, and content"),
         ([{"role": "human", "content": "hi"}], "message 0: role = 'human': takes system, user, assistant, tool"),

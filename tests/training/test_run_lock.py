@@ -113,7 +113,7 @@ def test_a_shared_folder_whose_locks_stay_on_one_host_has_one_holder(tmp_path):
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"cannot mount here: {done.stderr}")
     assert done.stdout == "flock does not see the other mount\n"
-    assert "host_b/run' is in use: process" in done.stderr
+    assert "host_b/run': is in use: process" in done.stderr
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])

@@ -134,7 +134,7 @@ def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp
     assert without_store_keys(count(tiny("again", *options))) == without_store_keys(expected)
     shutil.rmtree(output / "checkpoints" / str(STEPS))
     (output / "grader.json").write_text("{}")
-    with pytest.raises(ValueError, match="grader.json is damaged"):
+    with pytest.raises(ValueError, match="grader.json: is damaged"):
         count(tiny("again", *options))
 
 

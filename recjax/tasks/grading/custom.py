@@ -130,7 +130,7 @@ def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Proble
     Args:
         splits: train and held-out problems; each list that is not empty must have the columns that the function needs.
     Raises:
-        ValueError: see `check_signature`; or a column that a parameter names has a cell that cannot be read.
+        UserError: see `check_signature`; or a column that a parameter names has a cell that cannot be read.
     """
     if reward.per_row:
         return reward
@@ -156,7 +156,7 @@ def check_signature(reward: Reward, rows: str = "no problem has") -> None:
     Args:
         rows: rows without other columns, for error messages.
     Raises:
-        ValueError: with the signatures that recjax calls, or the parameter that names no column.
+        UserError: with the signatures that recjax calls, or the parameter that names no column.
     """
     form = _form(reward)
     named = _arguments(reward, [])[1]
@@ -199,7 +199,7 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
     Returns:
         The values of each part; NaN stands for None.
     Raises:
-        ValueError: the function raised, would end the program, or returned the wrong number of values or an invalid
+        UserError: the function raised, would end the program, or returned the wrong number of values or an invalid
             value. The message names the function and the completion.
     """
     parts = {}
@@ -324,7 +324,7 @@ def known_parts(reward: Reward, row: Answered) -> dict[str, np.ndarray]:
     """The parts that a user's function returns for one row, to know their names.
 
     Raises:
-        ValueError: see `custom_parts`.
+        UserError: see `custom_parts`.
     """
     try:
         return custom_parts(reward, [row])

@@ -24,7 +24,7 @@ def check_gym(name: str, options: Mapping[str, Any], template: str) -> None:
     """Checks the block `task.reasoning_gym`.
 
     Raises:
-        ValueError: an unknown generator or option, values that the generator refuses, or a template without
+        UserError: an unknown generator or option, values that the generator refuses, or a template without
             "{question}".
     """
     generators = _package().factory.DATASETS

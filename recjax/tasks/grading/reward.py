@@ -95,7 +95,7 @@ def load_reward(
         function: reward function, or list of functions, that a program passed to recjax.run; None without one.
         device: device of a reward model, see `RewardModel`.
     Raises:
-        ValueError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, the
+        UserError: the module or function cannot be imported, a weight names a part that a built-in reward lacks, the
             folder has no reward model, or the function is missing or cannot be pickled.
     """
     default_weights = {OVERLONG: 1.0} if overlong else {}
@@ -149,7 +149,7 @@ def named_weights(functions: Any, weights: Sequence[float]) -> dict[str, float]:
     """TRL's list of weights as `task.reward_weights`.
 
     Raises:
-        ValueError: there is another number of functions.
+        UserError: there is another number of functions.
     """
     count = len(functions) if isinstance(functions, Sequence) else 1
     if count != len(weights):
@@ -167,7 +167,7 @@ def passed_name(function: Any) -> str:
     other functions. A function whose source is not at hand has none.
 
     Raises:
-        ValueError: the value is neither a function nor a list of functions.
+        UserError: the value is neither a function nor a list of functions.
     """
     if isinstance(function, Sequence) and not isinstance(function, str) and function:
         names = [passed_name(each).removeprefix(PYTHON) for each in function]
@@ -224,7 +224,7 @@ def check_part_names(names: Iterable[str], owner: str) -> None:
     Args:
         owner: source of the parts, for the message.
     Raises:
-        ValueError: a name is in SHAPING.
+        UserError: a name is in SHAPING.
     """
     for name in names:
         if name in SHAPING:
@@ -295,7 +295,7 @@ def verdict_of(
         name: name of the reward or the agent, for messages.
         read_by: key that reads which answers are right; None if no key does.
     Raises:
-        ValueError: `task.verdict` is no part, or there is no verdict and a key reads it.
+        UserError: `task.verdict` is no part, or there is no verdict and a key reads it.
     """
     names = [part_name for part_name in parts if part_name not in SHAPING]
     listed = f"{name} has the parts {', '.join(names)}"

@@ -39,7 +39,7 @@ class RewardModel:
         Args:
             device: auto or cpu, see `task.reward_device`.
         Raises:
-            ValueError: recjax cannot compute the classifier; the message says why.
+            UserError: recjax cannot compute the classifier; the message says why.
         """
         self._path = path
         self._device = device
