@@ -381,7 +381,7 @@ def check_value(name: str, value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     try:
-        return _value_type(name).validate_python(value)
+        return _values_type(name, False).validate_python([value])[0]
     except pydantic.ValidationError as error:
         raise _mistake(COLUMNS[name], where, value, error) from None
 
@@ -416,17 +416,8 @@ def field(name: str) -> Any:
 
     The error of a wrong value is a `UserError` in the context of pydantic's error.
     """
-    check = functools.partial(_check_field, name)
-    return Annotated[Any, pydantic.AfterValidator(check), pydantic.Field(description=COLUMNS[name].takes)]
-
-
-def _check_field(name: str, value: Any) -> Any:
-    return check_value(name, value, name)
-
-
-@functools.cache
-def _value_type(name: str) -> pydantic.TypeAdapter:
-    return pydantic.TypeAdapter(COLUMNS[name].accepts)
+    check = pydantic.AfterValidator(lambda value: check_value(name, value, name))
+    return Annotated[Any, check, pydantic.Field(description=COLUMNS[name].takes)]
 
 
 @functools.cache
@@ -438,15 +429,10 @@ def _values_type(name: str, is_nullable: bool) -> pydantic.TypeAdapter:
     return pydantic.TypeAdapter(Annotated[list[accepts], pydantic.FailFast()])
 
 
-def _mistake(column: Column, where: str, value: Any, error: pydantic.ValidationError, outer: int = 0) -> UserError:
-    """The error about a value for the first error of pydantic.
-
-    Args:
-        value: the whole value.
-        outer: number of steps in the location of pydantic's error that lead to the value.
-    """
+def _mistake(column: Column, where: str, value: Any, error: pydantic.ValidationError) -> UserError:
+    """The error about a value for the error of the type of its list."""
     first = error.errors(include_url=False)[0]
-    path = first["loc"][outer:]
+    path = first["loc"][1:]
     if path[-1:] == ("[key]",) or column.kind == "json":
         path = ()  # the place of a name, or within types that the text does not describe
     elif first["type"] == "missing":
@@ -530,15 +516,12 @@ class Check:
         except pydantic.ValidationError as error:
             place = error.errors(include_url=False)[0]["loc"][0]
             where = self._where(owners[place], name)
-            self._keep(owners[place], _mistake(column, where, values[place], error, outer=1))
+            self._keep(owners[place], _mistake(column, where, values[place], error))
 
     def unique(self, ids: Sequence[Any]) -> None:
         """Refuses an id that an earlier completion has."""
-        ids = ids[: self.count]
-        if len({*ids}) == len(ids):
-            return
         seen = set()
-        for index, name in enumerate(ids):
+        for index, name in enumerate(ids[: self.count]):
             if name in seen:
                 self.refuse(index, "id", name, TAKEN, COLUMNS["id"].remedy)
                 return

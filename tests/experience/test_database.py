@@ -322,9 +322,7 @@ def test_characters_and_lengths_are_those_of_every_database(place):
 @pytest.mark.parametrize("column", ["policy_version", "top_k"])
 def test_numbers_that_a_column_cannot_hold_are_refused_by_name(place, column):
     for value in (2**31, 2**63, 2**64):
-        with pytest.raises(
-            ValueError, match=f"record 0: {column} = {value}: takes a whole number from 0 .*to 2147483647"
-        ):
+        with pytest.raises(ValueError, match=f"record 0: {column} = {value}: takes a whole number .*to 2147483647"):
             append(place, [make_row(0, **{column: value})])
 
 
