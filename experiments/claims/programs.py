@@ -146,12 +146,12 @@ class Programs:
             most_offset: of the regimes; 0 keeps no older weights than the sampler's.
         """
         recipe = recipe_of(config, policy.decoder)
-        chosen, adamw = hyperparameters_of(config, 0.0), make_optimizer(config.optimizer)
+        chosen, trainers = hyperparameters_of(config, 0.0), make_optimizer(config.optimizer)
         self._options = {"algorithm": chosen["algorithm"]}
 
         def with_rate(learning_rate):
             rates = chosen["optimizer"] | {"learning_rate": learning_rate}
-            return optax.GradientTransformation(adamw.init, functools.partial(adamw.update, **rates))
+            return optax.GradientTransformation(trainers.init, functools.partial(trainers.update, **rates))
 
         optimizer = optax.inject_hyperparams(with_rate)(learning_rate=0.0)
         self._config, self._policy = config, policy

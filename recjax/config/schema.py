@@ -29,6 +29,14 @@ from recjax.config.fields import (
     value_of,
 )
 from recjax.config.model import POLICY, MeshConfig, ModelConfig, WarmStartConfig
+from recjax.config.optimizers import (
+    ADAMW,
+    build_optimizer,
+    check_optimizer,
+    checked_options,
+    optimizer_function,
+    takes_weight_decay,
+)
 from recjax.config.tasks import GradingConfig, TaskConfig, named_task
 from recjax.errors import UserError
 from recjax.models.sampling import Sampling
@@ -275,9 +283,17 @@ _SCHEDULES = {
 
 
 class OptimizerConfig(ConfigBlock):
-    """AdamW with a schedule and clipping of the gradient's global norm."""
+    """AdamW, or another optimizer, with a schedule and clipping of the gradient's global norm."""
 
-    learning_rate: Float = key(1e-6, "Learning rate of AdamW after the warm-up", ge=0, le=1)
+    name: str = key(
+        ADAMW,
+        "Optimizer: a function of optax or optax.contrib such as adamw, sgd, muon, lion or adafactor; or your own"
+        " module:function, which takes learning_rate and options and returns an optax.GradientTransformation",
+    )
+    options: dict[str, Any] = key(
+        dict, "Further arguments of the optimizer's function, such as {momentum: 0.9} for sgd"
+    )
+    learning_rate: Float = key(1e-6, "Learning rate after the warm-up", ge=0, le=1)
     schedule: Literal["constant", "linear", "cosine"] | dict[str, Any] = key(
         "constant",
         "Learning rate schedule after the warm-up; linear and cosine decay to zero over training.steps. A mapping names"
@@ -288,18 +304,28 @@ class OptimizerConfig(ConfigBlock):
         0, "Optimizer steps in which the learning rate rises from zero", note="Must be below training.steps.", ge=0
     )
     clip_norm: Number = key(1.0, "Limit of the gradients' global norm; .inf: no clipping", gt=0, le=math.inf)
-    weight_decay: Float = key(0.0, "Decoupled weight decay, as in AdamW", ge=0, le=1)
-    beta1: Float = key(0.9, "Decay of the gradients' mean", ge=0, lt=1)
-    beta2: Float = key(0.999, "Decay of the squared gradients' mean", ge=0, lt=1)
-    epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", gt=0, le=1)
+    weight_decay: Float = key(
+        0.0, "Argument weight_decay of the optimizer's function; decoupled from the gradient in AdamW", ge=0, le=1
+    )
+    beta1: Float = key(0.9, "Decay of the gradients' mean", note="Only with optimizer.name = adamw.", ge=0, lt=1)
+    beta2: Float = key(
+        0.999, "Decay of the squared gradients' mean", note="Only with optimizer.name = adamw.", ge=0, lt=1
+    )
+    epsilon: Float = key(
+        1e-8,
+        "Added to the square root of the squared gradients' mean",
+        note="Only with optimizer.name = adamw.",
+        gt=0,
+        le=1,
+    )
     state: Literal["run", "new"] = key(
         "run",
-        "Adam's state before the first step with model.run: that run's state, or zeros",
+        "Optimizer state before the first step with model.run: that run's state, or a new one",
         note="Only with model.run.",
     )
 
     def check(self, config: "Config") -> None:
-        """Refuses a warm-up longer than the run, a state without its run, and a schedule that cannot be built."""
+        """Refuses keys of other optimizers or runs, and an optimizer or a schedule that cannot be built."""
         steps = config.training.steps
         if self.warmup_steps and self.warmup_steps >= steps:
             raise UserError(
@@ -307,6 +333,13 @@ class OptimizerConfig(ConfigBlock):
             )
         if not config.model.run:
             refuse_without(config, ["optimizer.state"], "model.run")
+        if self.name != ADAMW:
+            names = ["optimizer.beta1", "optimizer.beta2", "optimizer.epsilon"]
+            refuse_without(config, names, f"optimizer.name = {ADAMW}")
+        options = self.build_options()
+        if self.name != ADAMW or self.options:
+            function = optimizer_function(self.name)
+            check_optimizer(self.name, lambda rate: build_optimizer(function, options, rate, self.weight_decay))
         if isinstance(self.schedule, str):
             return
         import jax  # imported here, so that grading workers start without JAX
@@ -319,6 +352,25 @@ class OptimizerConfig(ConfigBlock):
             raise UserError(
                 "optimizer.schedule", f"optax refuses it: {described(error)}", value=self.schedule
             ) from error
+
+    def build_options(self) -> dict[str, Any]:
+        """Arguments of the optimizer's function apart from the learning rate and the weight decay, which may vary.
+
+        Raises:
+            UserError: no such optimizer, or an option or a weight decay that it does not take.
+        """
+        if self.name == ADAMW and not self.options:
+            options = {}
+        else:
+            function = optimizer_function(self.name)
+            options = checked_options(self.name, function, self.options)
+            if self.weight_decay != 0 and not takes_weight_decay(function):
+                raise UserError(
+                    "optimizer.weight_decay", f"{self.name} takes none", "remove it", value=self.weight_decay
+                )
+        if self.name == ADAMW:
+            options |= {"b1": self.beta1, "b2": self.beta2, "eps": self.epsilon}
+        return options
 
     def build_schedule(self, steps: int) -> "optax.Schedule":
         """Learning rate by number of previous updates: a linear warm-up, then the schedule.
@@ -721,7 +773,8 @@ class Config(ConfigBlock):
 
 def resumable_keys(config: Config) -> list[str]:
     """The keys that `training.resume_with` may name."""
-    keys = [name for name in KEYS if name.startswith("optimizer.") and name != "optimizer.state"]
+    fixed = ("optimizer.state", "optimizer.name", "optimizer.options")  # an optimizer's state fits no other optimizer
+    keys = [name for name in KEYS if name.startswith("optimizer.") and name not in fixed]
     axes = config.algorithm.resolved()
     return keys + [f"algorithm.{axis}.{option}" for axis in axes for option in axes[axis] if option != "name"]
 

@@ -53,11 +53,13 @@ AnyMesh = Mesh | AbstractMesh  # abstract: of devices that are absent
 Axes = str | tuple[str, ...] | None
 
 
-def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
+def param_axes(path: str, shape: tuple[int, ...], in_state: bool = False) -> tuple[Axes, ...]:
     """The mesh axes of a parameter's dimensions.
 
     Args:
         path: ends in a parameter's path, as the paths of Adam's moments do; scalars may have any path.
+        in_state: True for an array of an optimizer's state, which is not split if it has no rule or fewer dimensions
+            than its parameter, such as adafactor's sums of rows.
     Raises:
         ValueError: no rule matches the path.
     """
@@ -67,7 +69,10 @@ def param_axes(path: str, shape: tuple[int, ...]) -> tuple[Axes, ...]:
     path, unrolled = re.subn(r"\blayer_\d+/", "layers/", path)
     for rule, axes in RULES:
         if re.search(f"(^|/)({rule})$", path):
-            return axes[unrolled:]
+            axes = axes[unrolled:]
+            return () if in_state and len(shape) < len(axes) else axes
+    if in_state:
+        return ()
     raise ValueError(f"parameter {path!r} of shape {shape} has no rule in recjax.models.placement.RULES; add one")
 
 
@@ -292,6 +297,9 @@ def _by_path(function: Any, tree: Any) -> Any:
     """Maps `function(leaf, axes)` over a tree, with each leaf's axes from the rules."""
 
     def map_leaf(key_path, leaf):
-        return function(leaf, param_axes(jax.tree_util.keystr(key_path, simple=True, separator="/"), leaf.shape))
+        # An optimizer's state is a tuple, and parameters are plain dicts.
+        in_state = any(isinstance(key, jax.tree_util.SequenceKey) for key in key_path)
+        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        return function(leaf, param_axes(path, leaf.shape, in_state))
 
     return jax.tree_util.tree_map_with_path(map_leaf, tree)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from recjax.algorithms.options import require
 from recjax.config import Config
 from recjax.config.model import POLICY
+from recjax.config.optimizers import ADAMW
 from recjax.errors import UserError
 from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teacher_prompts, with_top_tokens
 from recjax.experience.layout import Layout, score_batch
@@ -165,7 +166,10 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
     optimizer = make_optimizer(config.optimizer, config.model.average_rate)
     averaged = "" if config.model.average_rate is None else "; the teacher's average: 4 B × trained"
-    state = Held(f"Adam's two moments: 8 B × trained{averaged}", jax.eval_shape(optimizer.init, model.trained))
+    meaning = "Adam's two moments: 8 B × trained"
+    if config.optimizer.name != ADAMW or config.optimizer.options:
+        meaning = f"state of {config.optimizer.name}"
+    state = Held(f"{meaning}{averaged}", jax.eval_shape(optimizer.init, model.trained))
     size = model.decoder.dtype.itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),

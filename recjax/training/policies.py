@@ -242,6 +242,11 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
             ),
             remedy="set optimizer.state=new to begin with a new state, or train the same parameters",
         )
+    if config.optimizer.state == "run" and config.optimizer.name != theirs.optimizer.name:
+        raise ValueError(
+            f"optimizer.name = {config.optimizer.name!r}: model.run = {model.run!r} was trained with"
+            f" {theirs.optimizer.name!r}, whose state does not fit; set optimizer.state=new to begin with a new state"
+        )
     start = {"run": f"{run}/checkpoints/{step}", "path": theirs.model.path, "decoder": decoder}
     return config.model_copy(update={"model": model.model_copy(update=start)})
 

@@ -1,6 +1,7 @@
 """The pure update: log-probabilities, loss, gradients and optimizer step in one jitted function."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from recjax.algorithms.reading import call
 from recjax.algorithms.terms import Term, terms_of
 from recjax.config import Config, OptimizerConfig
 from recjax.config.model import POLICY
+from recjax.config.optimizers import build_optimizer, optimizer_function
 from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.layout import (
     Layout,
@@ -103,26 +105,31 @@ class Averaged(NamedTuple):
 
 
 def make_optimizer(config: OptimizerConfig, average_rate: float | None = None) -> optax.GradientTransformationExtraArgs:
-    """AdamW after clipping the gradient by its global norm; its update takes `hyperparameters_of` the optimizer.
+    """The optimizer, with the gradient clipped by its global norm; its update takes `hyperparameters_of` the optimizer.
 
-    Adam's betas and ε are parts of the program: float32 lacks the precision for 1 − β.
+    Options such as Adam's betas and ε are parts of the program: float32 lacks the precision for 1 − β.
 
     Args:
         average_rate: see `ModelConfig.average_rate`; the state then has an `Averaged`.
     """
-    return _clipped_adamw(config.beta1, config.beta2, config.epsilon, average_rate)
+    return _clipped(optimizer_function(config.name), tuple(config.build_options().items()), average_rate)
 
 
 @functools.cache  # equal arguments return the same object, so that runs share one compiled `update`
-def _clipped_adamw(
-    beta1: float, beta2: float, epsilon: float, average_rate: float | None
+def _clipped(
+    function: Callable[..., Any], options: tuple[tuple[str, Any], ...], average_rate: float | None
 ) -> optax.GradientTransformationExtraArgs:
     averaged = [] if average_rate is None else [parameter_average(average_rate)]
 
     def chain(learning_rate: ArrayLike, clip_norm: ArrayLike, weight_decay: ArrayLike = 0.0):
-        # A schedule, because its state counts the updates, which the learning rate follows.
-        adamw = optax.adamw(lambda _: learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay)
-        return optax.chain(optax.clip_by_global_norm(clip_norm), adamw, *averaged)
+        if function is optax.adamw:
+            # A schedule, because its state counts the updates, which the learning rate follows.
+            optimizer = [build_optimizer(function, dict(options), lambda _: learning_rate, weight_decay)]
+        else:
+            # A number, because some functions take no schedule; a factor of 1 counts the updates.
+            optimizer = [build_optimizer(function, dict(options), learning_rate, weight_decay)]
+            optimizer += [optax.scale_by_schedule(lambda _: 1.0)]
+        return optax.chain(optax.clip_by_global_norm(clip_norm), *optimizer, *averaged)
 
     def update(updates, state, params=None, **hyperparameters):
         return chain(**hyperparameters).update(updates, state, params)

@@ -60,12 +60,14 @@ def test_a_run_in_the_table_is_finished_without_its_file(tmp_path):
     pd.testing.assert_frame_equal(claims_map.collect(runs, path), table, check_dtype=False)
 
 
-def test_runs_are_the_trainers(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", "1.6e-3"), ("sgd", "0.5")])
+def test_runs_are_the_trainers(optimizer, rate, tmp_path, monkeypatch):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
-    extra = [*SMALL, "training.checkpoint_every=8"]
+    extra = [*SMALL, "training.checkpoint_every=8", f"optimizer.name={optimizer}"]
     sweep = yaml.safe_load((claims_map.HERE / "map.yaml").read_text())
     sweep |= {"config": str(claims_map.HERE / sweep["config"]), "output": str(tmp_path)}
-    grid = {"algorithm": ["red_drop"], "rate": ["1.6e-3"], "regime": ["interval_5", "offset_10"], "seed": ["1"]}
+    sweep["settings"]["rate"] = {rate: {"optimizer.learning_rate": float(rate)}}
+    grid = {"algorithm": ["red_drop"], "rate": [rate], "regime": ["interval_5", "offset_10"], "seed": ["1"]}
     (tmp_path / "map.yaml").write_text(yaml.safe_dump(sweep | {"grids": [grid]}, sort_keys=False))
     chosen = read_sweep(tmp_path / "map.yaml", extra=extra)[1]
     assert len(chosen) == 2

@@ -62,9 +62,9 @@ def on(sizes: tuple[int, ...] | None):
             yield
 
 
-def start(config: DecoderConfig = CONFIG) -> TrainState:
+def start(config: DecoderConfig = CONFIG, optimizer: optax.GradientTransformation = OPTIMIZER) -> TrainState:
     """Fresh parameters, where the mesh in context has them."""
-    return first_state(OPTIMIZER, init_params(config, jax.random.key(0)))
+    return first_state(optimizer, init_params(config, jax.random.key(0)))
 
 
 def batch_of(generator: np.random.Generator) -> Batch:
@@ -113,9 +113,10 @@ def updated(
     packed: bool = False,
     config: DecoderConfig = CONFIG,
     algorithm: Algorithm = ALGORITHM,
+    optimizer: optax.GradientTransformation = OPTIMIZER,
 ) -> tuple[TrainState, dict, TokenResults]:
     """State and metrics after a step on the batch, filled up as the loop does it."""
-    state = start(config)
+    state = start(config, optimizer)
     reference = jax.tree.map(lambda x: x * 1.1, state.params)
     batch = filled_up(batch, micro_batches * row_shards())
     # Rows for every share of them, which the loop sees to as well.
@@ -134,7 +135,7 @@ def updated(
         recipe=Recipe(
             Decoder(config),
             algorithm,
-            OPTIMIZER,
+            optimizer,
             Sampling(0.9),
             7,
             Decoder(config) if has_teacher else None,
@@ -162,10 +163,12 @@ def numbers(
     return found
 
 
-def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, dict, TokenResults]:
+def under_pmap(
+    devices: int, batch: Batch | None = None, optimizer: optax.GradientTransformation = OPTIMIZER
+) -> tuple[TrainState, dict, TokenResults]:
     """State and metrics after a step on the batch, prompts filled up and shared out by jax.pmap."""
     batch = filled_up(batch or batch_of(np.random.default_rng(0)), devices)
-    state = start()
+    state = start(optimizer=optimizer)
     reference = jax.tree.map(lambda x: x * 1.1, state.params)
 
     def own_update(state, reference, batch, key):
@@ -174,7 +177,7 @@ def under_pmap(devices: int, batch: Batch | None = None) -> tuple[TrainState, di
             batch,
             Layout(),
             UpdateContext({}, key, reference_params=reference),
-            recipe=Recipe(Decoder(CONFIG), ALGORITHM, OPTIMIZER, Sampling(0.9), 7),
+            recipe=Recipe(Decoder(CONFIG), ALGORITHM, optimizer, Sampling(0.9), 7),
             axis_name="devices",
         )
 

@@ -85,6 +85,15 @@ def test_a_run_begins_with_the_weights_and_the_moments_of_another(tiny):
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(fresh.trained.optimizer_state))
 
 
+def test_a_run_begins_with_the_momentum_of_another(tiny):
+    momentum = "optimizer={name: sgd, options: {momentum: 0.9}}"
+    _, before = trained(tiny("first", momentum))
+    _, after = begun(continued(tiny, "second", momentum))
+    (_, (momentum, _), updates), (_, (old, _), _) = after.trained.optimizer_state, before.trained.optimizer_state
+    assert same(momentum.trace, old.trace)
+    assert updates.count == 0, "the schedule is that of the new run"
+
+
 def test_a_constant_teacher_is_the_policy_before_the_first_step(tiny):
     teacher = ["model.teacher=policy", "task.teacher_template={answer}={prompt}", "task.teacher_tokens=8"]
     teacher += ["algorithm.teacher_divergence.coefficient=0.5"]
@@ -192,6 +201,7 @@ def test_another_task_has_the_alphabet_of_the_first(tiny):
         (["model.run={first}/checkpoints/3"], "step 3: .*holds the steps 4"),
         (["model.run={first}/checkpoints/best"], "best: metric 'evaluation/accuracy' .* no checkpoint's step has it"),
         ([f"{LORA}"], r"model.run = .* trained other parameters \(model.lora.*optimizer.state=new"),
+        (["optimizer.name=sgd"], r"optimizer.name = 'sgd': model.run = .* with 'adamw'.*optimizer.state=new"),
         (["model.freeze=[embedding]"], r"model.run = .* trained other parameters \(model.freeze"),
         (["model.decoder={hidden_size: 32}"], r"has another model \(decoder.hidden_size: 16 there, 32 now"),
         (["model.reference={first}"], "model.reference = .*reference_kl.coefficient is 0"),
@@ -254,6 +264,9 @@ def test_a_run_resumes_with_another_rate_where_that_is_asked_for_by_name(tiny):
         count(tiny("run", "optimizer.learning_rate=0.5", "optimizer.weight_decay=0.5", other))
     with pytest.raises(ValueError, match="training.resume_with = .*'seed' cannot change; takes optimizer.learn"):
         tiny("run", "training.resume_with=[seed]")
+    for changed in ("optimizer.name=sgd", "optimizer.options={mu_dtype: bfloat16}"):
+        with pytest.raises(ValueError, match="give another output=…, or --overwrite"):
+            count(tiny("run", "training.steps=3", changed))
     config = tiny("run", "optimizer.learning_rate=0.5", other)
     rows = count(config)
     assert [row["step"] for row in rows] == list(range(8))
