@@ -339,7 +339,10 @@ class OptimizerConfig(ConfigBlock):
         options = self.build_options()
         if self.name != ADAMW or self.options:
             function = optimizer_function(self.name)
-            check_optimizer(self.name, lambda rate: build_optimizer(function, options, rate, self.weight_decay))
+            # Both are traced numbers in a run's update, and so may be equal here.
+            check_optimizer(
+                self.name, lambda rate: build_optimizer(function, options, rate, self.weight_decay and rate)
+            )
         if isinstance(self.schedule, str):
             return
         import jax  # imported here, so that grading workers start without JAX
