@@ -107,6 +107,8 @@ CASES = [
         "optimizer.beta1 = 0.5",
         "applies only with optimizer.name = adamw",
     ),
+    (["optimizer.name=sgd", "optimizer.beta2=0.5"], "beta2 = 0.5: applies only with optimizer.name = adamw; set it"),
+    (["optimizer.name=sgd", "optimizer.epsilon=0.5"], "epsilon = 0.5: applies only with optimizer.name = adamw"),
     (["optimizer.name=sgd", "optimizer.weight_decay=0.1"], "optimizer.weight_decay = 0.1", "sgd takes none; remove it"),
     ("optimizer.name=sgdd", "optimizer.name = 'sgdd'", "is no optimizer of optax", "did you mean 'sgd'?"),
     ("optimizer.options.b1=0.5", "optimizer.options.b1 = 0.5", "set optimizer.beta1 instead"),

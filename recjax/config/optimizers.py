@@ -4,10 +4,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recjax.algorithms.options import described, did_you_mean, require, user_function
 from recjax.errors import UserError
+
+if TYPE_CHECKING:
+    import optax
 
 ADAMW = "adamw"
 NAME = "optimizer.name"
@@ -167,8 +170,7 @@ def check_optimizer(name: str, build: Callable[[Any], "optax.GradientTransformat
     try:
         params, state, updates, new_state = jax.eval_shape(first_update, rate, params)
     except Exception as error:
-        problem = f"a first update fails: {described(error, first_line=True)}"
-        raise UserError(NAME, problem, value=name) from error
+        raise UserError(NAME, f"a first update fails: {described(error, first_line=True)}", value=name) from error
     remedy = "returns updates of other shapes or types than the parameters'"
     require(_described_alike(updates, params), NAME, name, remedy)
     require(_described_alike(new_state, state), NAME, name, "changes the shapes or types of its state in an update")

@@ -282,9 +282,6 @@ _SCHEDULES = {
 }
 
 
-_NOTE_ADAMW = f"Only with optimizer.name = {ADAMW}."
-
-
 class OptimizerConfig(ConfigBlock):
     """AdamW, or another optimizer, with a schedule and clipping of the gradient's global norm."""
 
@@ -310,9 +307,17 @@ class OptimizerConfig(ConfigBlock):
     weight_decay: Float = key(
         0.0, "Argument weight_decay of the optimizer's function; decoupled from the gradient in AdamW", ge=0, le=1
     )
-    beta1: Float = key(0.9, "Decay of the gradients' mean", note=_NOTE_ADAMW, ge=0, lt=1)
-    beta2: Float = key(0.999, "Decay of the squared gradients' mean", note=_NOTE_ADAMW, ge=0, lt=1)
-    epsilon: Float = key(1e-8, "Added to the square root of the squared gradients' mean", note=_NOTE_ADAMW, gt=0, le=1)
+    beta1: Float = key(0.9, "Decay of the gradients' mean", note="Only with optimizer.name = adamw.", ge=0, lt=1)
+    beta2: Float = key(
+        0.999, "Decay of the squared gradients' mean", note="Only with optimizer.name = adamw.", ge=0, lt=1
+    )
+    epsilon: Float = key(
+        1e-8,
+        "Added to the square root of the squared gradients' mean",
+        note="Only with optimizer.name = adamw.",
+        gt=0,
+        le=1,
+    )
     state: Literal["run", "new"] = key(
         "run",
         "Optimizer state before the first step with model.run: that run's state, or a new one",
@@ -320,7 +325,7 @@ class OptimizerConfig(ConfigBlock):
     )
 
     def check(self, config: "Config") -> None:
-        """Refuses a warm-up longer than the run, a state without its run, and what cannot be built."""
+        """Refuses keys of other optimizers or runs, and an optimizer or a schedule that cannot be built."""
         steps = config.training.steps
         if self.warmup_steps and self.warmup_steps >= steps:
             raise UserError(
