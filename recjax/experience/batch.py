@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -47,25 +47,25 @@ class Batch(NamedTuple):
     teacher_prompt_mask: mask of their tokens; all False in rows without a teacher.
     """
 
-    prompts: Int[np.ndarray, "prompts prompt_time"]
-    prompt_mask: Bool[np.ndarray, "prompts prompt_time"]
-    completions: Int[np.ndarray, "batch time"]
-    completion_mask: Bool[np.ndarray, "batch time"]
-    behavior_logprobs: Float[np.ndarray, "batch time"] | None
-    rewards: Float[np.ndarray, " batch"]
-    group_ids: Int[np.ndarray, " batch"]
-    policy_version: Int[np.ndarray, " batch"]
-    truncated: Bool[np.ndarray, " batch"]
-    accurate: Float[np.ndarray, " batch"]
-    reward_parts: dict[str, Float[np.ndarray, " batch"]]
-    part_weights: dict[str, Float[np.ndarray, " batch"]] = {}
-    token_mask: Bool[np.ndarray, "batch time"] | None = None
-    trajectories: Int[np.ndarray, " batch"] | None = None
-    turn_rewards: Float[np.ndarray, "batch turns"] | None = None
-    token_turns: Int[np.ndarray, "batch time"] | None = None
+    prompts: Int[Any, "prompts prompt_time"]
+    prompt_mask: Bool[Any, "prompts prompt_time"]
+    completions: Int[Any, "batch time"]
+    completion_mask: Bool[Any, "batch time"]
+    behavior_logprobs: Float[Any, "batch time"] | None
+    rewards: Float[Any, " batch"]
+    group_ids: Int[Any, " batch"]
+    policy_version: Int[Any, " batch"]
+    truncated: Bool[Any, " batch"]
+    accurate: Float[Any, " batch"]
+    reward_parts: dict[str, Float[Any, " batch"]]
+    part_weights: dict[str, Float[Any, " batch"]] = {}
+    token_mask: Bool[Any, "batch time"] | None = None
+    trajectories: Int[Any, " batch"] | None = None
+    turn_rewards: Float[Any, "batch turns"] | None = None
+    token_turns: Int[Any, "batch time"] | None = None
     recorded: dict[str, np.ndarray] = {}
-    teacher_prompts: Int[np.ndarray, "batch teacher_time"] | None = None
-    teacher_prompt_mask: Bool[np.ndarray, "batch teacher_time"] | None = None
+    teacher_prompts: Int[Any, "batch teacher_time"] | None = None
+    teacher_prompt_mask: Bool[Any, "batch teacher_time"] | None = None
 
     @property
     def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
-from jax.typing import ArrayLike
 
 from recjax.config import LoraConfig, ModelConfig
 from recjax.models.decoder import Decoder, abstract_params
@@ -47,6 +46,7 @@ def with_adapters(decoder: Decoder, params: dict, config: LoraConfig, key: jax.A
 def merged(config: DecoderConfig, params: dict) -> dict:
     """Parameters of the same policy without adapters: each kernel with its adapters' product added."""
     leaves = flatten(params)
+    assert config.lora is not None
     scale = config.lora.alpha / config.lora.rank
     base_leaves = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
     for path in leaves:
@@ -91,7 +91,7 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
         copy: return new arrays, which a donated update of `params` cannot overwrite.
     """
 
-    def cast(path: str, leaf: ArrayLike) -> jax.Array:
+    def cast(path: str, leaf: Any) -> jax.Array:
         exact = path.endswith(("/scale", "/delta_log_speed", "/delta_bias", "/router/kernel"))
         return jnp.array(leaf, leaf.dtype if exact else decoder.dtype, copy=copy)
 

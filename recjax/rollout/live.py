@@ -27,7 +27,7 @@ class _Pending:
         self.followed = followed
         self.done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self.changed = asyncio.Event()
-        self.so_far = None
+        self.so_far: Sampled | None = None
         self.done.add_done_callback(lambda _: self.changed.set())
 
 
@@ -83,6 +83,7 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         try:
             while await pending.changed.wait() and not pending.done.done():
                 pending.changed.clear()
+                assert pending.so_far is not None
                 yield pending.so_far
             yield pending.done.result()
         finally:
