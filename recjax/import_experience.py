@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -27,6 +28,9 @@ from recjax.experience.store import Change, Store
 from recjax.experience.store_checks import check_records
 from recjax.host_memory import disable_collector
 from recjax.models.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FLAGS = flags.FLAGS
 logger = logging.getLogger("recjax.import_experience")  # __name__ is "__main__" in a command
@@ -90,9 +94,7 @@ def _changes(records: Iterable[Record]) -> Iterator[Change]:
     return map(Change, iter(lambda: list(itertools.islice(records, TOGETHER)), []))
 
 
-def check_texts(
-    records: Sequence[Record], tokenizer: "transformers.PreTrainedTokenizerBase", place: Callable[[int], str]
-) -> None:
+def check_texts(records: Sequence[Record], tokenizer: "PreTrainedTokenizerBase", place: Callable[[int], str]) -> None:
     """Refuses rows whose tokens do not decode to their text; ignores whitespace and special tokens.
 
     Prompt tokens must decode to the prompt's text, or to a text with every message's content in order.
@@ -114,10 +116,11 @@ def check_texts(
         for column, tokens in columns:
             if not len(tokens):
                 continue
-            decoded = plain(tokenizer.decode(tokens))
+            decoded = plain(str(tokenizer.decode(tokens)))
+            agrees = True
             start = 0
             if column == "tokens" or isinstance(group.prompt, str):
-                parts = [completion.text if column == "tokens" else group.prompt]
+                parts: list[str] = [completion.text if column == "tokens" else str(group.prompt)]
                 agrees = decoded == plain(parts[0])
             else:
                 parts = [turn["content"] for turn in group.prompt]
@@ -138,15 +141,17 @@ def main(argv: list[str]) -> None:
     """Imports the files and prints a summary."""
     if argv[1:]:
         raise ValueError(f"{argv[1]!r}: unknown argument; give every file as --input FILE")
-    names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
+    names: dict[str, Any] = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
     cuts = (FLAGS.top_k, FLAGS.top_p, FLAGS.min_p)
     if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
         raise ValueError("--top_k, --top_p and --min_p: need --temperature; give --temperature, or remove the others")
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
     exports = [read_exported(Path(file)) for file in FLAGS.input]
     imported = None
+    groups = Counter()
+    pending = 0
     if all(exports):
-        count = import_exports(exports, FLAGS.output)
+        count = import_exports([export for export in exports if export is not None], FLAGS.output)
         summary = "completions"
     elif any(exports):
         raise ValueError("--input: import exported files and files of other programs one after the other")

@@ -12,6 +12,7 @@ step, writes a checkpoint and exits with status 143, 129 or 130. --verbosity=0 s
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -19,6 +20,9 @@ from recjax.config import load_config
 from recjax.config.help import help_text
 from recjax.console import command, define_process_flags, plain_console, start
 from recjax.tasks.problems import question_of
+
+if TYPE_CHECKING:
+    from recjax.api import Result
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run.", required=True)
@@ -38,8 +42,7 @@ def main(argv: list[str]) -> None:
     """Reads the config, trains and prints the result."""
     if FLAGS.device and not FLAGS.dry_run:
         raise ValueError(f"--device {FLAGS.device!r} applies only with --dry_run; add it, or remove --device")
-    if not FLAGS.dry_run:
-        config = load_config(FLAGS.config, argv[1:])
+    config = None if FLAGS.dry_run else load_config(FLAGS.config, argv[1:])
     # These imports take seconds, so --help and config errors come first.
     from recjax import hosts
     from recjax.api import run
@@ -51,6 +54,7 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         keep_compiled_programs()
         sys.exit(print_dry_run(FLAGS.config, argv[1:], FLAGS.device))
+    assert config is not None
     try:
         with hosts.connected(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
             check_processes(config)
@@ -63,7 +67,7 @@ def main(argv: list[str]) -> None:
         show_result(result)
 
 
-def show_result(result: "recjax.api.Result") -> None:
+def show_result(result: "Result") -> None:
     """Prints accuracy (or the reward), and completions of a few problems, before and after training, and the costs."""
     from rich.table import Table  # not at module level: --help needs no tables
     from rich.text import Text
@@ -71,6 +75,7 @@ def show_result(result: "recjax.api.Result") -> None:
     console = plain_console()
     output = result.folder
     summary = result.summary
+    assert summary is not None
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     known = {name.partition("_")[0] for name, value in summary.items() if value is not None}
     measure = "reward" if "reward" in known and "accuracy" not in known else "accuracy"

@@ -45,12 +45,12 @@ class Packed(NamedTuple):
     count: number of micro-batches with sequences; further micro-batches keep shapes equal from batch to batch.
     """
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    targets: np.ndarray
-    ends: np.ndarray
-    places: np.ndarray
-    count: np.ndarray
+    tokens: Any
+    positions: Any
+    targets: Any
+    ends: Any
+    places: Any
+    count: Any
 
 
 class _Sequences(NamedTuple):

@@ -64,7 +64,7 @@ def train(
     config: Config,
     overwrite: bool = False,
     *,
-    reward: Callable | None = None,
+    reward: Callable | Sequence[Callable] | None = None,
     on_step: Callable[[dict], Any] | None = None,
     sources: Callable[[Setup, Learner], Source] = source_of,
     learner: Learner | None = None,
