@@ -23,6 +23,7 @@ from recjax.planning.dry_run import (
     phase_bytes,
     resident_items,
     sampling_items,
+    show_memory,
     smaller,
     update_items,
 )

@@ -1,7 +1,7 @@
 """The config blocks `rollout`, `regime` and `experience`: the completions to train on, and how stale they may be."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
@@ -21,6 +21,9 @@ from recjax.config.fields import (
 from recjax.models.sampling import Sampling, TokenRecord
 from recjax.passwords import has_password
 
+if TYPE_CHECKING:
+    import recjax.config
+
 _ASYNC = "regime.mode = async"
 _STORE = "experience.store"
 _FOLLOW = "experience.follow"
@@ -28,7 +31,9 @@ _ENGINE = "rollout.engine"
 _LONG = "task.agent or experience.follow"
 
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
-DialectName = spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
+DialectName = Annotated[
+    str, spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
+]
 DriftKind = Literal["int8", "int4", "float8", "noise"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
@@ -36,7 +41,7 @@ Priority = Literal["none", "reward_spread", "absolute_advantage"]
 class EngineConfig(ConfigBlock):
     """Another server that samples; a plain URL sets `url`."""
 
-    url: checked(str, has_password) = key(..., "URL of the server", may_change=True)
+    url: Annotated[str, checked(has_password)] = key(..., "URL of the server", may_change=True)
     model: str | None = key(None, "Its model; null: the only one", may_change=True)
     dialect: DialectName | None = key(
         None,
@@ -160,7 +165,7 @@ class RolloutConfig(ConfigBlock):
 class MixConfig(ConfigBlock):
     """Completions from a store, mixed with completions that the policy samples."""
 
-    store: checked(str, has_password) = key(..., "File or URL of the store")
+    store: Annotated[str, checked(has_password)] = key(..., "File or URL of the store")
     share: Float = key(0.5, "Share of the store's completions: a whole number of rows or groups", gt=0, lt=1)
     of: Literal["group", "batch"] = key("group", "Mix rows into every group, or whole groups into every batch")
 
@@ -232,10 +237,12 @@ class ReplayConfig(ConfigBlock):
         compares = algorithm.baseline == "group" and (config.rollout.group_size > 1 or config.follows)
         problem = "compares a group's rewards with each other, which this algorithm does not; use none"
         yield self.priority != "none" and not compares, "experience.replay.priority", problem
+        experience = config.experience
+        assert experience is not None
         problem = "does not work with experience.store, except with experience.follow; remove one of them"
-        yield config.experience.store and not config.follows, "experience.replay", problem
+        yield experience.store and not config.follows, "experience.replay", problem
         problem = "keeps the groups that experience.refill replaces; remove one of them"
-        yield self.keep_no_signal and config.experience.refill, "experience.replay.keep_no_signal", problem
+        yield self.keep_no_signal and experience.refill, "experience.replay.keep_no_signal", problem
 
 
 class RefillConfig(ConfigBlock):
@@ -315,18 +322,20 @@ class RegimeConfig(ConfigBlock):
         minimum = batches * updates - 1
         why = why + f" and {updates} updates of each batch" * (updates > 1)
         problem = f"must be at least {minimum}, the staleness due to {why}"
+        assert self.max_staleness is not None
         yield self.max_staleness < minimum, "regime.max_staleness", problem
 
 
-Grouping = spelled(
-    r"group|prompt|metadata\..+", "takes group, prompt, or metadata.KEY with a key of the rows' metadata"
-)
+Grouping = Annotated[
+    str,
+    spelled(r"group|prompt|metadata\..+", "takes group, prompt, or metadata.KEY with a key of the rows' metadata"),
+]
 
 
 class ExperienceConfig(ConfigBlock):
     """Training data other than the batch that the policy has just sampled; at least one source or treatment."""
 
-    store: checked(str, has_password) | None = key(
+    store: Annotated[str, checked(has_password)] | None = key(
         None, "File or URL of a store that every batch comes from; groups may have any size"
     )
     mix: MixConfig | None = key(None, excludes="experience.store")

@@ -9,13 +9,16 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import pydantic
 from pydantic.fields import FieldInfo
 
 from recjax.algorithms.options import did_you_mean
 from recjax.config.yaml_values import read_decimal, read_yaml_file
+
+if TYPE_CHECKING:
+    import recjax.config
 
 # Outside this range, scores divided by the temperature are infinite, or all equal.
 LOWEST_TEMPERATURE = 0.01
@@ -31,15 +34,15 @@ _TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
-def checked(kind: Any, check: Callable[[Any], str | None]) -> Any:
-    """The type `kind` with a function that returns the problem of a value, or None."""
+def checked(check: Callable[[Any], str | None]) -> pydantic.AfterValidator:
+    """For `Annotated`: a function that returns the problem of a value, or None."""
 
     def validate(value: Any) -> Any:
         if problem := check(value):
             raise ValueError(problem)
         return value
 
-    return Annotated[kind, pydantic.AfterValidator(validate)]
+    return pydantic.AfterValidator(validate)
 
 
 # Bool, Int, Number and Float also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
@@ -48,23 +51,25 @@ Bool = Annotated[
     bool,
     pydantic.BeforeValidator(lambda value: _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value),
 ]
-Int = checked(
-    Annotated[int, pydantic.BeforeValidator(read_decimal)],
-    lambda value: None if abs(value) < 2**63 else "must be a 64-bit number",
-)
+Int = Annotated[
+    int,
+    pydantic.BeforeValidator(read_decimal),
+    checked(lambda value: None if abs(value) < 2**63 else "must be a 64-bit number"),
+]
 Number = Annotated[float, pydantic.BeforeValidator(read_decimal)]
-Float = checked(
-    Annotated[Number, pydantic.Field(allow_inf_nan=False)],
-    lambda value: None if abs(value) < _LARGEST or math.isinf(value) else f"must be below {_LARGEST:g}",
-)
+Float = Annotated[
+    Number,
+    pydantic.Field(allow_inf_nan=False),
+    checked(lambda value: None if abs(value) < _LARGEST or math.isinf(value) else f"must be below {_LARGEST:g}"),
+]
 
 
-def spelled(pattern: str, problem: str) -> Any:
-    """A text that a regular expression matches in full, and the problem of other texts."""
-    return checked(str, lambda text: None if re.fullmatch(pattern, text, re.DOTALL) else problem)
+def spelled(pattern: str, problem: str) -> pydantic.AfterValidator:
+    """For `Annotated`: a text that a regular expression matches in full, and the problem of other texts."""
+    return checked(lambda text: None if re.fullmatch(pattern, text, re.DOTALL) else problem)
 
 
-Place = spelled(".*:.*", "takes module:name")  # a user's own function or class
+Place = Annotated[str, spelled(".*:.*", "takes module:name")]  # a user's own function or class
 
 _BOUNDS = {"ge": ", {} or more", "gt": ", above {}", "le": ", at most {}", "lt": ", below {}"}
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
@@ -117,9 +122,9 @@ class ConfigBlock(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             raise ValueError("\n".join(error_lines(type(self), error, values))) from None
 
-    __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
+    __init__.__pydantic_base_init__ = True  # type: ignore  # so that an outer block's errors name a key with all its blocks
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:  # type: ignore  # pydantic calls it
         """Refuses the change.
 
         Raises:
@@ -152,10 +157,10 @@ def key(default: Any, description: str = "", **rules: Any) -> Any:
             may_change: True if a run may resume with another value, because the key, or any key of its block, does not
                 change a training step's numbers, except for the rounding of sums in another order.
     """
-    default = {"default_factory": default} if callable(default) else {"default": default}
+    given: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
     extra = {name: rules.pop(name, "") for name in RULES}
     extra["may_change"] = rules.pop("may_change", False)
-    return pydantic.Field(**default, description=description, json_schema_extra=extra, **rules)
+    return pydantic.Field(**given, description=description, json_schema_extra=extra, **rules)
 
 
 def value_of(config: ConfigBlock, name: str) -> Any:
@@ -165,6 +170,11 @@ def value_of(config: ConfigBlock, name: str) -> Any:
         return block.get(attribute) if isinstance(block, Mapping) else getattr(block, attribute, None)
 
     return functools.reduce(inner, name.split("."), config)
+
+
+def rules_of(field: FieldInfo) -> dict[str, Any]:
+    """The rules that `key` gave a field."""
+    return cast(dict, field.json_schema_extra)
 
 
 def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
@@ -182,7 +192,7 @@ def broken_rules(config: ConfigBlock) -> Iterator[Refusal]:
         block, _, _ = name.rpartition(".")
         if block and value_of(config, block) is None:
             continue
-        needs, excludes, required, must = (field.json_schema_extra[rule] for rule in RULES)
+        needs, excludes, required, must = (rules_of(field)[rule] for rule in RULES)
         value = value_of(config, name)
         for condition in held(required):
             yield value in (None, []), name, f"is required with {condition}; set it: {field.description}"
@@ -277,7 +287,7 @@ def error_lines(
                 elsewhere = ""  # a misspelling of our own key
             same_ending = [key_name for key_name in keys if key_name.split(".")[-1] == path[-1]]
             similar = difflib.get_close_matches(names[0], same_ending or keys, n=1, cutoff=0 if same_ending else 0.6)
-            parent = block_of(keys[name].annotation) if name else block
+            parent = (block_of(keys[name].annotation) if name else None) or block
             hint = f"did you mean {similar[0]!r}?" if similar else f"keys here: {', '.join(parent.model_fields)}"
             hint = f"{elsewhere} (docs/coming_from.md)" if elsewhere else hint
             yield f"{source}unknown key {names[0]!r} (value {each['input']!r:.300}); {hint}"

@@ -3,9 +3,9 @@
 import inspect
 import textwrap
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from recjax.config.fields import RULES, ConfigBlock, block_of, takes
+from recjax.config.fields import RULES, ConfigBlock, block_of, rules_of, takes
 from recjax.config.schema import Config
 from recjax.config.yaml_values import write_yaml
 
@@ -26,8 +26,11 @@ def sections(
     keys = []
     nested = []
     for key, field in block.model_fields.items():
-        needs, excludes, required, must = (field.json_schema_extra[rule] for rule in RULES)
-        words = [needs and f" Only with {needs}.", required not in ("", needs) and f" Required with {required}."]
+        needs, excludes, required, must = (rules_of(field)[rule] for rule in RULES)
+        words: list[Any] = [
+            needs and f" Only with {needs}.",
+            required not in ("", needs) and f" Required with {required}.",
+        ]
         words += [excludes and f" Not with {excludes}.", must and f" Must {must}."]
         related = "".join(filter(None, words))
         if inner := block_of(field.annotation):
@@ -35,9 +38,9 @@ def sections(
         else:
             default = field.get_default(call_default_factory=True)
             default = "–" if field.is_required() else write_yaml(default, flow=True)
-            keys.append(Key(f"{name}{key}", default, takes(field), f"{field.description.rstrip('.')}.{related}"))
+            keys.append(Key(f"{name}{key}", default, takes(field), f"{str(field.description).rstrip('.')}.{related}"))
     if keys:
-        yield name.rstrip("."), inspect.getdoc(block).split("\n\n")[0].replace("\n", " ") + rules, keys
+        yield name.rstrip("."), str(inspect.getdoc(block)).split("\n\n")[0].replace("\n", " ") + rules, keys
     for inner in nested:
         yield from sections(*inner)
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 
@@ -89,7 +89,7 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
                     old = SHORT_FORMS[name](old)
                 except ValueError as error:
                     raise ValueError(f"{earlier}: {name} = {old!r:.300}: {error}") from error
-                sources |= {f"{name}.{inner}": earlier for inner in old}
+                sources |= {f"{name}.{inner}": str(earlier) for inner in old}
             merged[key] = old if isinstance(old, dict) else {}
             _merge(merged[key], value, source, sources, f"{name}.")
         else:
@@ -131,7 +131,7 @@ def unknown_keys(values: Any) -> list[tuple[str, ...]]:
     try:
         Config.model_validate(values)
     except pydantic.ValidationError as error:
-        return [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+        return [cast(tuple[str, ...], each["loc"]) for each in error.errors() if each["type"] == "extra_forbidden"]
     return []
 
 

@@ -4,11 +4,14 @@ import contextlib
 import datetime
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
 from recjax.config.fields import Bool, ConfigBlock, Float, Int, Refusal, checked, key, wrong_with_variables
+
+if TYPE_CHECKING:
+    import recjax.config
 
 POLICY = "policy"  # the policy as a teacher, and as the player of a seat
 Projection = Literal[
@@ -106,7 +109,7 @@ class ModelConfig(ConfigBlock):
         "Day (YYYY-MM-DD) for chat templates that read the clock (strftime_now); null: the day of the run's first"
         " start, which recjax keeps in the run's config.yaml",
     )
-    chat_template_kwargs: checked(dict[str, Any], wrong_with_variables) = key(
+    chat_template_kwargs: Annotated[dict[str, Any], checked(wrong_with_variables)] = key(
         dict,
         "Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own win",
         excludes="model.decoder",
@@ -228,7 +231,9 @@ class WarmStartConfig(ConfigBlock):
         yield has_demonstrations and initial, "experience.missing_logprobs", problem
 
 
-Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
+Size = Annotated[
+    Int, checked(lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
+]
 
 
 class MeshConfig(ConfigBlock):

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
@@ -25,12 +25,18 @@ from recjax.config.fields import (
     broken_rules,
     checked,
     key,
+    rules_of,
     schema_keys,
     value_of,
 )
 from recjax.config.model import POLICY, MeshConfig, ModelConfig, WarmStartConfig
 from recjax.config.tasks import TASKS, GradingConfig, TaskConfig, named_task
 from recjax.models.sampling import Sampling
+
+if TYPE_CHECKING:
+    import optax
+
+    import recjax.algorithms.losses
 
 MICRO_BATCH_TOKENS = 4096  # default for each device: matmuls are large enough, and arrays small enough
 
@@ -112,7 +118,7 @@ class AlgorithmConfig(ConfigBlock):
             return "any"
         if algorithm.baseline is None:
             return "difference" if algorithm.needs_teacher else "any"
-        return {"group": "difference", "zero": "reward"}[algorithm.baseline]
+        return "difference" if algorithm.baseline == "group" else "reward"
 
     def refusals(self, config: "Config") -> Iterator[Refusal]:
         """Contradictions between the algorithm and other blocks, and an algorithm that cannot be built."""
@@ -244,9 +250,9 @@ class OptimizerConfig(ConfigBlock):
         """
         import optax  # imported here, so that grading workers start without JAX
 
-        options = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
+        options: dict[str, Any] = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
         schedule_key = "optimizer.schedule"
-        name = options.pop("name", None)
+        name: Any = options.pop("name", None)
         known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
         remedy = f"is no schedule of optax; takes one of {', '.join(known)}{did_you_mean(name, known)}"
         require(name in known, f"{schedule_key}.name", name, remedy)
@@ -273,6 +279,7 @@ class OptimizerConfig(ConfigBlock):
         if self.warmup_steps == 0:
             return after
         # Warm-up starts above 0, so that the first update has an effect: peak/warmup_steps, 2·peak/warmup_steps, …
+        assert peak is not None
         first = options[peak] / self.warmup_steps
         last = max(self.warmup_steps - 1, 1)
         return optax.join_schedules([optax.linear_schedule(first, options[peak], last), after], [self.warmup_steps])
@@ -364,14 +371,16 @@ _SAMPLED = "evaluation.temperature above 0"
 MOST_PROBLEMS = 256
 
 # 0 or within the range of rollout.temperature.
-_Temperature = checked(
+_Temperature = Annotated[
     Float,
-    lambda value: (
-        None
-        if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
-        else f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+    checked(
+        lambda value: (
+            None
+            if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
+            else f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+        )
     ),
-)
+]
 
 
 class EvaluationConfig(ConfigBlock):
@@ -494,7 +503,7 @@ class Config(ConfigBlock):
     @property
     def demonstrations(self) -> str | None:
         """The file of demonstrations that the warm start trains on; None if it has none."""
-        return self.warm_start and self.warm_start.demonstrations
+        return None if self.warm_start is None else self.warm_start.demonstrations
 
     @property
     def seed_of_base(self) -> int:
@@ -598,10 +607,10 @@ MAY_CHANGE = frozenset(
     name
     for name in KEYS
     for block in itertools.accumulate(name.split("."), "{}.{}".format)
-    if KEYS[block].json_schema_extra["may_change"]
+    if rules_of(KEYS[block])["may_change"]
 )
 # Blocks that a text stands for, and the function from the text to the block's keys.
-SHORT_FORMS = {
+SHORT_FORMS: dict[str, Any] = {
     "task": named_task,
     "rollout.engine": EngineConfig.from_url,
     "optimizer.schedule": lambda name: dict(_SCHEDULES.get(name, {"name": name})),

@@ -3,7 +3,7 @@
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
@@ -24,6 +24,9 @@ from recjax.config.fields import (
 from recjax.config.model import POLICY
 from recjax.tasks.grading.graders import GRADERS, OVERLONG, ROWS, TURNS
 from recjax.tasks.grading.gym import check_gym
+
+if TYPE_CHECKING:
+    import recjax.config
 
 _SOURCE = "Hub data set, or a folder, file or pattern as for task.file"
 _MIXTURE = "task.mixture"
@@ -180,7 +183,7 @@ class OneTask(ConfigBlock):
             return self.reward
         name = self.chosen()
         if name in ("arithmetic", "file"):
-            worked = name == "arithmetic" and self.arithmetic.worked
+            worked = name == "arithmetic" and self.arithmetic is not None and self.arithmetic.worked
             return f"{_SIMPLE}{'last_number_match' if worked else 'number_match'}"
         return "tool_calls" if name == "toolace" else name
 
@@ -253,6 +256,9 @@ class CurriculumConfig(ConfigBlock):
     newest: Float = key(0.5, "Weight of the newest group in a problem's recent pass rate", gt=0, le=1)
 
 
+AgentName = Annotated[str, spelled("tools|environment|.*:.*", "takes module:function, tools or environment")]
+
+
 class TaskConfig(OneTask):
     """Problems and their rewards. A text instead of the block names a task: task: gsm8k.
 
@@ -273,7 +279,7 @@ class TaskConfig(OneTask):
         "train", "Treatment of completions cut at the token limit: train on them, mask them, or penalize them"
     )
     truncated_reward: Float = key(0.0, "Reward of cut completions", needs="task.truncated = penalize")
-    teacher_template: checked(str, _wrong_with_template) | None = key(
+    teacher_template: Annotated[str, checked(_wrong_with_template)] | None = key(
         None,
         "Prompt of model.teacher, with {prompt}, which is a chat's last user message, and what the policy does not see:"
         " {answer}, the reference answer; {better}, the group's best completion if its reward is higher; {feedback}. A"
@@ -302,7 +308,7 @@ class TaskConfig(OneTask):
         must="be at most rollout.max_completion_tokens",
         ge=1,
     )
-    agent: spelled("tools|environment|.*:.*", "takes module:function, tools or environment") | None = key(
+    agent: AgentName | None = key(
         None,
         "Program that talks to the policy. null: one prompt and one completion; module:function: your own"
         " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment",
@@ -392,8 +398,8 @@ class TaskConfig(OneTask):
         Args:
             version: optimizer updates of the sampler's weights.
         """
-        player = self.seats.get(seat, POLICY)
-        steps = {POLICY: 1, INITIAL: version + 1}.get(player, player)
+        player: Any = self.seats.get(seat, POLICY)
+        steps: int = {POLICY: 1, INITIAL: version + 1}.get(player, player)
         return version // steps * steps
 
     def older_versions(self, versions: Iterable[int]) -> set[int]:

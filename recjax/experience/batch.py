@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from recjax.config import Config, RolloutConfig, TaskConfig, TrainingConfig
 from recjax.experience.group import (
@@ -63,12 +63,12 @@ class Batch(NamedTuple):
     trajectories: Int[Any, " batch"] | None = None
     turn_rewards: Float[Any, "batch turns"] | None = None
     token_turns: Int[Any, "batch time"] | None = None
-    recorded: dict[str, np.ndarray] = {}
+    recorded: dict[str, Any] = {}
     teacher_prompts: Int[Any, "batch teacher_time"] | None = None
     teacher_prompt_mask: Bool[Any, "batch teacher_time"] | None = None
 
     @property
-    def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:
+    def real_tokens(self) -> Bool[Any, "batch time"]:
         """Mask of the tokens that later tokens have as context: `token_mask`, or `completion_mask` without one."""
         return self.completion_mask if self.token_mask is None else self.token_mask
 
@@ -131,6 +131,7 @@ def answered_shape(rollout: RolloutConfig, group_size: int, prompt_tokens: int |
             their own, of `rollout.max_context_tokens` tokens together.
     """
     if prompt_tokens is None:
+        assert rollout.max_context_tokens is not None
         context = rollout.max_context_tokens - 1
         return Shape(rollout.prompts_per_step * group_size, None, context, context)
     return Shape(rollout.prompts_per_step, group_size, prompt_tokens, rollout.max_completion_tokens)
@@ -311,6 +312,7 @@ def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
     """Refuses groups that do not fit the shape, and completions whose rows a group's prompt does not precede."""
     if len(groups) > shape.prompts:
         raise ValueError(f"{len(groups)} groups do not fit in a batch of {shape.prompts} prompts")
+    assert shape.group is not None
     for group in groups:
         if len(group.completions) > shape.group:
             size = len(group.completions)
@@ -420,14 +422,14 @@ def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) ->
     for group in groups:
         names: dict[str, set[str]] = {}
         for completion in group.completions:
-            parts = [name for name in completion.grade.reward_parts or {} if weights.get(name, 1.0)]
+            parts = [name for name in completion.known_grade.reward_parts or {} if weights.get(name, 1.0)]
             names.setdefault(completion.source, set()).update(parts)
             if completion.rows and not parts:
                 raise ValueError(
                     f"completion {completion.id!r} of source {completion.source!r} has the reward"
-                    f" {completion.grade.reward:g} and no reward part with a weight (reward_parts ="
-                    f" {completion.grade.reward_parts}), and the algorithm reads only parts; give it reward_parts, or"
-                    " use another algorithm.advantage"
+                    f" {completion.known_grade.reward:g} and no reward part with a weight (reward_parts ="
+                    f" {completion.known_grade.reward_parts}), and the algorithm reads only parts; give it"
+                    " reward_parts, or use another algorithm.advantage"
                 )
         for source, other_source in itertools.combinations(names, 2):
             if names[source] and names[other_source] and not names[source] & names[other_source]:

@@ -123,7 +123,7 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
             for cells in reader:
                 where = f"--input: {file}: line {reader.line_num}"
                 if None in cells or None in cells.values():
-                    raise ValueError(f"{where}: more or fewer cells than the {len(reader.fieldnames)} columns")
+                    raise ValueError(f"{where}: more or fewer cells than the {len(reader.fieldnames or ())} columns")
                 row = {name: cell if cell or name == columns.completion else None for name, cell in cells.items()}
                 for name in structured & row.keys():
                     if (cell := row[name]) is None:
@@ -198,7 +198,7 @@ def _record(
     return Record(group, time, tokenizer if rows or len(prompt_tokens) else None)
 
 
-def _texts(row: _Source) -> tuple[str | None, list | None, str]:
+def _texts(row: _Source) -> tuple[Any, list | None, Any]:
     """The prompt or the messages (one is None), and the completion."""
     prompt, messages = (messages_in(row.given.get(name)) for name in ("prompt", "messages"))
     completion = row.given.get("completion")

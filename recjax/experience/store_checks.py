@@ -71,7 +71,11 @@ def _are_plainly_valid(records: Sequence[Any]) -> bool:
 
 def _are_valid_rows(rows: Sequence[Row]) -> bool:
     """True only if the tokens, masks and log-probs of the rows keep all rules."""
-    columns = [[row.tokens for row in rows], [row.mask for row in rows], [row.behavior_logprobs for row in rows]]
+    columns: list[list[Any]] = [
+        [row.tokens for row in rows],
+        [row.mask for row in rows],
+        [row.behavior_logprobs for row in rows],
+    ]
     kinds = [
         {(type(array), getattr(array, "dtype", None), getattr(array, "ndim", 0)) for array in arrays}
         for arrays in columns

@@ -117,7 +117,7 @@ class Agents(contextlib.AbstractContextManager):
             assert self._tools is not None
             check_tool_template(policy.tokenizer, self._tools)
         scripted = {name: player for name, player in task.seats.items() if ":" in str(player)}
-        self._scripts = {name: named(f"task.seats.{name}", player) for name, player in scripted.items()}
+        self._scripts = {name: named(f"task.seats.{name}", str(player)) for name, player in scripted.items()}
         self.older_params = older_params
         self._older: dict[int, dict] = {}
 

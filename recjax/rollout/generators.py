@@ -234,7 +234,7 @@ class Generators:
             for generator in self._placed() if self._regime.swap_within else ():
                 self._actors[generator].replace_weights.remote(version, self._weights)
 
-    def issue(self, number: int, rates: None = None) -> None:
+    def issue(self, number: int, rates: Any = None) -> None:
         """Assigns a batch to the generator with the fewest batches of those for which the cluster has room."""
         assert self._version is not None
         self.in_flight = {**self.in_flight, number: self._version}

@@ -465,7 +465,12 @@ class RemoteEngine(contextlib.AbstractContextManager):
     def _body(self, problem: Problem, count: int, seed: int) -> dict[str, Any]:
         rollout = self._rollout
         template = dict(self._template) | dict(problem.template)
-        fields = {"model": self.server.model, "n": count, "seed": seed, "max_tokens": rollout.max_completion_tokens}
+        fields: dict[str, Any] = {
+            "model": self.server.model,
+            "n": count,
+            "seed": seed,
+            "max_tokens": rollout.max_completion_tokens,
+        }
         fields |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
         optional = {"top_k": rollout.top_k, "min_p": rollout.min_p, "stop": list(rollout.stop)}
         if isinstance(problem.prompt, str):

@@ -246,7 +246,7 @@ class Chat(ReplyBody, SampledBody):
         list, *fits(f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}")
     ] = []
     tool_choice: Annotated[str, *fits("'auto' or 'none'", lambda value: value in ("auto", "none"))] = "auto"
-    chat_template_kwargs: Annotated[checked(Any, wrong_with_variables), pydantic.Field(description="variables")] = {}
+    chat_template_kwargs: Annotated[Any, checked(wrong_with_variables), pydantic.Field(description="variables")] = {}
     max_completion_tokens: OptionalTokenLimit = None
     max_tokens: OptionalTokenLimit = None
     logprobs: Flag = False

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -102,7 +102,7 @@ def answered(
             batch = batch.take(np.arange(problems))
             pending = submit(groups, batch, grading)
         answers = AnsweredPart(start, batch, with_grades(groups, pending.result()), seats)
-        grades = [completion.grade for group in answers.groups for completion in group.completions]
+        grades = [completion.known_grade for group in answers.groups for completion in group.completions]
         if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
             held.append(answers)
         else:
@@ -110,6 +110,7 @@ def answered(
             held = None
             yield answers
     if held and sum(len(answers.groups) for answers in held) * settings.samples > 1:
+        assert agents is not None
         raise ValueError(
             f"task.agent = {config.task.agent!r}: all agents of the evaluation failed, the last with"
             f" {agents.last_failure}; correct the agent, or set task.agent_failure_reward"
@@ -134,10 +135,12 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
             "completion": completion.text,
             "answer": group.answer,
             "difficulty": done.prompts.problems[index].difficulty,
-            "reward": completion.grade.reward,
-            **{f"reward/{name}": value for name, value in (completion.grade.reward_parts or {}).items()},
-            "accurate": completion.grade.accurate,
-            "ungraded": completion.grade.failure if completion.grade.failure not in (None, FAILURES[0]) else None,
+            "reward": completion.known_grade.reward,
+            **{f"reward/{name}": value for name, value in (completion.known_grade.reward_parts or {}).items()},
+            "accurate": completion.known_grade.accurate,
+            "ungraded": completion.known_grade.failure
+            if completion.known_grade.failure not in (None, FAILURES[0])
+            else None,
             "truncated": completion.truncated,
             "tokens": completion.sampled_tokens,
         }
@@ -247,6 +250,7 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
         ValueError: too few problems remain, or the cache cannot be written.
     """
     keep = config.task.keep
+    assert keep is not None
     rollout = config.rollout
     count = len(train.texts)
     settings = EvaluationConfig(samples=keep.samples, **rollout.sampling()._asdict())
@@ -276,7 +280,8 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
             options = {"step": _PASS_RATES, "agents": agents, "done": {*known}}
             for answers in answered(config.model_copy(update=measuring), policy, params, train, grading, **options):
                 accurate = [
-                    sum(bool(completion.grade.accurate) for completion in group.completions) for group in answers.groups
+                    sum(bool(completion.known_grade.accurate) for completion in group.completions)
+                    for group in answers.groups
                 ]
                 known[answers.first] = accurate
                 if hosts.is_first():
@@ -299,18 +304,20 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
 def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
     """A digest of everything that determines the pass rates."""
     rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
-    functions = []
+    functions: list[Any] = []
     for task_reward in rewards:
         is_list = isinstance(task_reward.function, tuple)
         functions += task_reward.function if is_list else [task_reward.function]
     task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
+    keep = config.task.keep
+    assert keep is not None
     depends_on = {
         "accurate": "answer",  # files without this entry counted shaped rewards
         "weights": fingerprint(params),
         "dtype": str(policy.decoder.dtype),
         "problems": prompts_digest(train),
         "code": code_digests(config, functions),
-        "samples": config.task.keep.samples,
+        "samples": keep.samples,
         **config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}}),
     }
     content = json_text({**depends_on, "task": task}, sort_keys=True)

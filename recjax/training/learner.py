@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,8 @@ class Learner:
         params, frozen = split_params(params, config.model)
         self._setup = setup
         self.teacher = load_teacher(config, setup.policy)
-        self._recipe = recipe_of(config, decoder, self.teacher and self.teacher.decoder)
+        teacher = None if self.teacher is None else self.teacher.decoder
+        self._recipe = recipe_of(config, decoder, teacher)
         self._rates = jax.device_get(jax.vmap(config.optimizer.build_schedule(steps))(np.arange(steps)))
         self._numbers = hyperparameters_of(config, 0.0)
         self._drop_key = drop_key(config.seed)
@@ -84,6 +86,7 @@ class Learner:
             folder, step = split_step(config.model.run)
             # A teacher that stays the initial policy is this run's, and not that of the earlier run.
             is_constant = config.model.average_rate == 0
+            assert step is not None
             state = optimizer_state_of(folder, int(step), trained.optimizer_state, new_average=is_constant)
             trained = trained._replace(optimizer_state=state)
         return trained
@@ -125,7 +128,8 @@ class Learner:
         params = combine(trained.params, self.frozen)
         options = recipe.decoder, params, put_rows(batch), recipe.sampling, recipe.chunk
         # Log-probs are 0 outside a layout's minibatch.
-        return sum(score_batch(layout, *options)[0] for layout in layouts)
+        total: Any = sum(score_batch(layout, *options)[0] for layout in layouts)
+        return total
 
     def update(
         self,
@@ -177,7 +181,7 @@ class Learner:
             self.frozen,
             jax.random.fold_in(self._drop_key, batch_number),
             reference_params=self.reference,
-            teacher_params=self.teacher and self.teacher.params,
+            teacher_params=None if self.teacher is None else self.teacher.params,
             proximal_logprobs=proximal_logprobs,
             hyperparameters=numbers,
         )
@@ -187,7 +191,10 @@ class Learner:
         """Samples and grades answers of the trained policy to the held-out problems."""
         setup = self._setup
         config = setup.config
-        initial = combine(self.initial, self.frozen) if config.evaluation.initial_kl else None
+        initial = None
+        if config.evaluation.initial_kl:
+            assert self.initial is not None
+            initial = combine(self.initial, self.frozen)
         problems = len(setup.held_out.texts)
         with under_way(f"evaluating the initial policy: {problems} problems", state.step == 0):
             return evaluate_policy(

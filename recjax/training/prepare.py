@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -93,7 +93,7 @@ class Setup(NamedTuple):
     @property
     def failures(self) -> dict[str, Sequence[str]]:
         """Reasons for which completions of this run can stay without a reward, by the first part of their metric."""
-        failures = {}
+        failures: dict[str, Sequence[str]] = {}
         if self.config.samples_training_data:
             failures["grading"] = self.grading.failures
         if self.agents:
@@ -102,7 +102,7 @@ class Setup(NamedTuple):
 
 
 def prepare(
-    config: Config, make_policy: Callable = initial_policy, reward: Callable | None = None
+    config: Config, make_policy: Callable = initial_policy, reward: Callable | Sequence[Callable] | None = None
 ) -> tuple[Setup, dict]:
     """Loads the task, the initial policy (after a warm start, if the config has one), and the experience store.
 
@@ -126,11 +126,13 @@ def prepare(
     experience = config.experience
     reads = experience is not None and not experience.follow and (experience.store or experience.mix)
     stored = load_stored(config, policy) if reads else None
-    if stored and not experience.regrade and not config.algorithm.build().reads("reward_parts"):
+    mix = None if experience is None else experience.mix
+    if stored and experience and not experience.regrade and not config.algorithm.build().reads("reward_parts"):
         warn_of_other_weights(stored.groups, config.task, task.reward)
-    joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
+    joins = stored is not None and mix is not None and mix.of == "group"
     if joins:
-        check_prompts(stored.groups, agents is not None, experience.mix.store, train)
+        assert stored is not None and mix is not None
+        check_prompts(stored.groups, agents is not None, mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
@@ -138,7 +140,7 @@ def prepare(
     teacher_prompts = None
     if config.task.teacher_template:
         if stored is not None and stored.shape.group is None:
-            path = experience.store or experience.mix.store
+            path = _store_of(config)
             raise ValueError(f"{path}: has trajectories, which task.teacher_template does not support; remove that key")
         teacher_prompts = TeacherPrompts(config, policy, train.problems)
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
@@ -151,13 +153,13 @@ def prepare(
         del initial
     if config.task.curriculum:
         train = train._replace(keys=[problem_key(problem.prompt, problem.answer) for problem in train.problems])
-    if stored and experience.missing_logprobs == "initial":
+    if stored and experience and experience.missing_logprobs == "initial":
         initial = in_compute_dtype(policy.decoder, params, copy=False)
         sampling = config.rollout.sampling()
         options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
         stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
     phases.totals["prepare"] = phases.wall_seconds
-    others = ByPrompt(stored.groups, of_problems=agents is not None) if joins else None
+    others = ByPrompt(stored.groups, of_problems=agents is not None) if stored and joins else None
     grading = Grading(config, task.reward)
     setup = Setup(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents)
     judge = judge_of(config, grading.reward.weights)
@@ -184,8 +186,9 @@ def check_problems(config: Config, task: Task) -> None:
     if jax.process_count() == 1:
         return
     pools = (task.train, task.evaluation)
-    prompts = (Prompts(None, None, [str(problem.prompt) for problem in pool], pool) for pool in pools)
-    hosts.agree("data", data_digests(config, *prompts))
+    unread: Any = None
+    train, held_out = (Prompts(unread, unread, [str(problem.prompt) for problem in pool], pool) for pool in pools)
+    hosts.agree("data", data_digests(config, train, held_out))
 
 
 def data_digests(
@@ -198,7 +201,7 @@ def data_digests(
     """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
     digests = {}
     if stored:
-        digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
+        digests[f"the experience store {_store_of(config)!r}"] = stored.digest
     if demonstrations:
         digests[f"the demonstrations {config.demonstrations!r}"] = demonstrations.digest
     of_evaluation = f"first {config.evaluation.most_problems} held-out"
@@ -226,18 +229,29 @@ def untrained(config: Config) -> Config:
     return config.model_copy(update={"experience": None, "training": TrainingConfig(), "task": task})
 
 
+def _store_of(config: Config) -> str | None:
+    """The store at rest whose groups the run trains on, alone or in a mix."""
+    experience = config.experience
+    assert experience is not None
+    return experience.store if experience.mix is None else experience.store or experience.mix.store
+
+
 def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     """The batch shape that fits both sampled and stored groups."""
     experience = config.experience
     if experience and experience.store and not experience.follow:
+        assert stored is not None
         return stored.shape
     shape = sampled_shape(config, train.tokens.shape[1])
     if stored is None:
         return shape
     other = stored.shape
+    assert experience is not None and experience.mix is not None
     if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
         other = other._replace(prompts=1, group=other.group and 1)
     if None in (shape.group, other.group):
         shape = shape.of_rows()
         other = other.of_rows()
-    return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
+    pairs: Any = zip(shape, other, strict=True)
+    sizes: Any = (None if None in pair else max(pair) for pair in pairs)
+    return Shape(*sizes)

@@ -39,7 +39,7 @@ from recjax.rollout.generators import AT_A_TIME, Generators
 from recjax.rollout.remote import LostWeightsError, RemoteEngine
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import Reward
+from recjax.tasks.grading.reward import MixedReward, Reward
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
 from recjax.training import schedule
@@ -78,6 +78,7 @@ class StoreSource(Source):
             # They skip the queue: their rewards are known, and the checkpoint need not hold them.
             batch = schedule.batch_of(step, config.training.updates)
             with self._setup.phases.phase("sample"):
+                assert self._setup.stored is not None
                 groups = groups + groups_at(self._setup.stored.groups, count, batch, config.seed)
         return self._with_missing_logprobs(state, groups)
 
@@ -281,6 +282,7 @@ class PolicySource(StoreSource):
             for key, problem in zip(self._setup.train.keys, self._setup.train.problems, strict=True)
             if queue.rates.get(key, 0.0) is None
         ]
+        assert self._config.task.curriculum is not None
         logger.warning(
             "task.curriculum: no completion of %d problems got a reward: %.200s; the curriculum draws such problems"
             " only by its share task.curriculum.uniform = %g. metrics.jsonl counts the reasons: grading/… and"
@@ -340,6 +342,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         self.takes_weights = engine.takes_folders or takes_adapters
         if not (self.takes_weights or config.regime.offline):
             engine.__exit__()
+            assert config.rollout.engine is not None
             remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
             raise ValueError(
                 f"rollout.engine.url = {config.rollout.engine.url!r}: {engine.api or 'this server'} cannot take whole"
@@ -371,6 +374,7 @@ class EngineSampler(contextlib.AbstractContextManager):
 
     def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
         """See `PolicySampler`."""
+        assert self._version is not None
         self._issued[number] = self._thread.submit(self._batch, number, self._version, self._params, rates)
         self.in_flight[number] = self._version
 
@@ -398,7 +402,9 @@ class EngineSampler(contextlib.AbstractContextManager):
         engine = self.engine
         # Batches have ranges of seeds of their own, so that no two completions of a run are drawn alike.
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
-        for tries in range(config.rollout.engine.retries, -1, -1):
+        assert config.rollout.engine is not None
+        retries = config.rollout.engine.retries
+        for tries in range(retries, -1, -1):
             try:
                 if self.takes_weights and engine.version != version:
                     self.push(params, version)
@@ -408,11 +414,11 @@ class EngineSampler(contextlib.AbstractContextManager):
             except LostWeightsError as error:
                 if not tries:
                     raise ValueError(
-                        f"{error}, after {config.rollout.engine.retries + 1} tries; give this run a server of its"
-                        " own that stays up"
+                        f"{error}, after {retries + 1} tries; give this run a server of its own that stays up"
                     ) from error
                 logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
                 engine.version = None
+        raise AssertionError("the last try returns or raises")
 
     def push(self, params: dict, version: int) -> None:
         """Writes the weights to a folder and gives them to the server.
@@ -427,6 +433,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         dtype = "float32" if self.engine.api == "recjax" else jnp.dtype(self._sampler.policy.decoder.dtype).name
         output = Path(config.output).absolute()
         shared_folder = output / "pushed"
+        assert config.rollout.engine is not None
         if config.rollout.engine.folder:  # other runs may push there as well
             shared_folder = Path(config.rollout.engine.folder).absolute() / f"{output.name}-{digest(bytes(output))[:8]}"
         folder = shared_folder / str(version)
@@ -463,7 +470,7 @@ Newest = Callable[[], tuple[int, dict] | None]  # the latest trained parameters 
 
 @contextlib.contextmanager
 def open_generator(
-    config: Config, policy: Policy, prompts: Prompts, reward: Reward, frozen: dict
+    config: Config, policy: Policy, prompts: Prompts, reward: Reward | MixedReward, frozen: dict
 ) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
     """The function of a generator: from a batch's number, policy version and weights to its groups and their grades.
 
