@@ -7,11 +7,8 @@ import ast
 import collections
 import re
 
-import numpy as np
 import pytest
-from jaxtyping import Float
 
-from tests import shape_checking
 from tests.test_rooms import PATHS, ROOT, imports, trees
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -307,20 +304,3 @@ def test_pages_stay_short():
     assert not over, f"words above the budget: {over}; shorten, or move notes to experiments/ or benchmarks/RESULTS.md"
     written = sum(count for name, count in counts.items() if name not in GENERATED)
     assert written <= ALL_WORDS, f"docs have {written} words; shorten a page"
-
-
-@pytest.mark.parametrize("kind", [int, Float[np.ndarray, "rows"]])
-def test_tests_check_a_function_at_each_definition_within_another(kind):
-    def defined(factor, kind=kind):
-        @shape_checking.jaxtyped(typechecker=shape_checking.checked)
-        def scaled(value: kind) -> kind:
-            return value * factor
-
-        return scaled
-
-    value = 2 if kind is int else np.full(3, 2.0)
-    assert [np.max(defined(factor)(value)) for factor in (3, 5)] == [6, 10], "each has its own variables"
-    for factor, wrong in ((3, "text"), (0.5j, value)):  # an argument, and a result
-        with pytest.raises(Exception, match="violates|Type-check"):
-            defined(factor)(wrong)
-    assert defined(2, str)("ab") == "abab", "its own annotations"
