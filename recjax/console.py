@@ -145,9 +145,8 @@ def configure_logging() -> None:
 
     sys.unraisablehook = unraisable
     outlast_readers()
-    cast(io.TextIOWrapper, sys.stdout).reconfigure(
-        line_buffering=True
-    )  # keeps the order of standard output and standard error in a log file
+    # Keeps the order of standard output and standard error in a log file.
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
 
 
 def show_messages() -> None:

@@ -66,9 +66,8 @@ class TeacherPrompts:
             graded = tuple(each for each in group.completions if each.grade and each.grade.reward is not None)
             # With the rewards that the run trains on, which `task.truncated` may change.
             seen = self._judge.seen(group._replace(completions=graded)).completions
-            best = max(
-                seen, key=lambda each: cast(float, each.known_grade.reward), default=None
-            )  # the first of equal ones
+            # The first of equal ones.
+            best = max(seen, key=lambda each: cast(float, each.known_grade.reward), default=None)
             as_seen = {completion.id: completion for completion in seen}
             lessons += [self._lesson(group, as_seen.get(each.id, each), best) for each in group.completions]
         texts = [None if lesson is None else problem_text(lesson.prompt, None) for lesson in lessons]

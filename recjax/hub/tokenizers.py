@@ -26,8 +26,8 @@ from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 # nothing of torch. In a command, and in a program that imports neither before `recjax.run`, transformers looks for
 # torch here and finds none: None stands for a module that cannot be imported. Code of users can import torch all the
 # same; USE_TORCH=1 is for agents and programs that run transformers' models.
-modules: dict[str, Any] = sys.modules
-if HIDES_TORCH and os.environ.get("USE_TORCH") != "1" and modules.setdefault("torch", None) is None:
+_modules: dict[str, Any] = sys.modules
+if HIDES_TORCH and os.environ.get("USE_TORCH") != "1" and _modules.setdefault("torch", None) is None:
     transformers.utils.is_torch_available.cache_clear()
     transformers.utils.is_torch_available()
     del sys.modules["torch"]
