@@ -31,6 +31,7 @@ setup(
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -39,6 +40,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["recjax", "recjax.*"]),
     package_data={
+        "recjax": ["py.typed"],
         "recjax.config": ["*.yaml"],
         "recjax.examples": ["*.yaml", "*/*.yaml"],  # links to files of experiments/; a wheel has the files
         "recjax.plots": ["*.html"],
@@ -99,6 +101,7 @@ setup(
             "prometheus-client>=0.20",
             "psutil>=6.0",
             "psycopg[binary]>=3.2",
+            "pyrefly>=1.5",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
             "ray>=2.60,<3",

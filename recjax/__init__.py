@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 IS_COMMAND = dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "").startswith("recjax.")
 if IS_COMMAND:
@@ -26,12 +26,17 @@ HIDES_TORCH = IS_COMMAND
 # Without this, transformers reports at every start that torch is missing; recjax needs only its tokenizers and configs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+if TYPE_CHECKING:  # editors and type checkers do not call `__getattr__`
+    from recjax.api import Result, open_run, run
+    from recjax.config import Config, load_config
+
 __version__ = "0.1.0"
+__all__ = ["Config", "Result", "load_config", "open_run", "run"]
 # The module of each public name. Names are imported on first use, because most commands begin without JAX.
 _PUBLIC = {"Config": "config", "load_config": "config", "run": "api", "open_run": "api", "Result": "api"}
 
 
-def __getattr__(name: str) -> Any:
+def _imported(name: str) -> Any:
     """Imports a public name."""
     global HIDES_TORCH
     if name in _PUBLIC:
@@ -40,6 +45,10 @@ def __getattr__(name: str) -> Any:
             HIDES_TORCH = True
         return getattr(importlib.import_module(f"recjax.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for a public one
+    __getattr__ = _imported
 
 
 def __dir__() -> list[str]:

@@ -95,10 +95,10 @@ def _check_keys(options: Mapping[str, Any], read: Sequence[str]) -> None:
 
 
 def _checked(prompts: str | AnyPrompts) -> list[str | list[dict[str, Any]]]:
-    prompts = enumerate([prompts] if isinstance(prompts, str) else prompts)
+    numbered = enumerate([prompts] if isinstance(prompts, str) else prompts)
     return [
         prompt if isinstance(prompt, str) else checked_messages(prompt, f"prompt {number}")
-        for number, prompt in prompts
+        for number, prompt in numbered
     ]
 
 
@@ -210,7 +210,7 @@ def _with_task(
     return config.replace(output=f"runs/{model}-{digest(repr(fixed).encode())[:8]}")
 
 
-def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":
+def open_run(folder: str | Path, reward: Callable | Sequence[Callable] | None = None) -> "Result":
     """The run in a folder, finished or not; another process may be training it.
 
     Args:
@@ -225,7 +225,7 @@ def open_run(folder: str | Path, reward: Callable | None = None) -> "Result":
 class Result:
     """A run's folder: config, metrics, and the policies of the checkpoints."""
 
-    def __init__(self, folder: Path, reward: Callable | None = None):
+    def __init__(self, folder: Path, reward: Callable | Sequence[Callable] | None = None):
         """Stores the arguments of `open_run`."""
         self.folder = folder
         self._reward = reward
@@ -274,7 +274,9 @@ class TrainedPolicy:
         step: step of the checkpoint.
     """
 
-    def __init__(self, run: str | Path, step: int | str | None = None, reward: Callable | None = None):
+    def __init__(
+        self, run: str | Path, step: int | str | None = None, reward: Callable | Sequence[Callable] | None = None
+    ):
         """Loads the policy.
 
         Args:
@@ -366,10 +368,13 @@ class TrainedPolicy:
             shape = Shape(batch_rows, 1, *map(power_of_two, longest))
             chunk = self._config.model.logprob_chunk
             arguments = groups, shape, self._opened.policy, self._opened.params, Sampling(**sampling), chunk
-            return [group.completions[0].rows[0].behavior_logprobs for group in with_logprobs(*arguments)]
+            logprobs: list[Any] = [
+                group.completions[0].rows[0].behavior_logprobs for group in with_logprobs(*arguments)
+            ]
+            return logprobs
 
     def evaluate(
-        self, problems: Any = None, reward: Callable | None = None, **evaluation: Any
+        self, problems: Any = None, reward: Callable | Sequence[Callable] | None = None, **evaluation: Any
     ) -> tuple[dict[str, Any], pd.DataFrame]:
         """Samples and grades completions; returns the content of an evaluation's results.json, and its rows.
 
@@ -402,7 +407,8 @@ class TrainedPolicy:
             rows = file_problems(path, task.file or FileTask(), task.system_prompt, needs_answers(graded))
             tested = Task([], rows, with_columns(graded, rows))
         with self._mesh():
-            prompts = prompts_of(config, self._opened.policy, tested._replace(reward=None))[1]
+            nothing: Any = None  # reading prompts needs no reward
+            prompts = prompts_of(config, self._opened.policy, tested._replace(reward=nothing))[1]
             rows = sampled_rows(config, self._opened, prompts, tested)
         return {"model": self._opened.name} | results(rows, len(prompts.texts) * len(task.trained_seats)), rows
 

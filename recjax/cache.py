@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from recjax.host_memory import close_gaps
 
@@ -20,12 +21,14 @@ def keep_compiled_programs() -> None:
     import jax  # not at module level: graders read files from the cache, and need no JAX
     from jax.experimental.compilation_cache import compilation_cache
 
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.jax_compilation_cache_dir is None:
+    settings: Any = jax.config
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and settings.jax_compilation_cache_dir is None:
         compilation_cache.reset_cache()  # JAX uses no cache if it has compiled without a folder
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     close_gaps_after_compiling()
-    logger.info("folder of compiled programs: %s", jax.config.jax_compilation_cache_dir or "none")
+    logger.info("folder of compiled programs: %s", settings.jax_compilation_cache_dir or "none")
 
 
 @functools.cache
@@ -33,8 +36,8 @@ def close_gaps_after_compiling() -> None:
     """Registers a listener that closes the gaps which compiling a large program leaves on the heap, once a process."""
     import jax
 
-    def compiled(event: str, seconds: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration" and seconds > 0.5:
+    def compiled(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and duration_secs > 0.5:
             close_gaps()
 
     jax.monitoring.register_event_duration_secs_listener(compiled)

@@ -59,7 +59,8 @@ def check_server(
             # Line by line, as a check may take seconds, and wide cells read badly in a table.
             print(" | ".join(line), flush=True)
             lines.append(line)
-    shutil.rmtree(config.rollout.engine.folder, ignore_errors=True)
+    assert config.rollout.engine is not None
+    shutil.rmtree(str(config.rollout.engine.folder), ignore_errors=True)
     print(f"{url} is {'no' if any(line.verdict == FAIL for line in lines) else 'an'} exact engine of {path}")
     return lines
 

@@ -68,9 +68,9 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
         console.print(f"compiling {name} for {target.name} …")
         programs[name] = compiled(planned, name)
         console.print(f"compiled {name} in {programs[name].seconds:.0f} s")
-    memory = compiled_items(planned, programs)
-    show_memory(console, memory, planned.mesh)
-    peaks = phase_bytes(memory)
+    items = compiled_items(planned, programs)
+    show_memory(console, items, planned.mesh)
+    peaks = phase_bytes(items)
     too_large = {name for name, program in programs.items() if program.refusal or peaks[name] > target.memory}
     for name, program in programs.items():
         if program.refusal:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import absl.logging
 from absl import app, flags
@@ -22,6 +22,9 @@ from tqdm import tqdm
 from recjax.errors import UserError
 from recjax.host_memory import freeze_imports
 from recjax.streams import outlast_readers
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 flags.disclaim_key_flags()  # these flags belong to the command that defines them, also in --help
@@ -79,7 +82,7 @@ def start(main: Callable[[list[str]], None]) -> None:
         try:
             return flags.FLAGS(argv)
         except flags.Error as error:
-            lines = sys.modules[main.__module__].__doc__.splitlines()
+            lines = str(sys.modules[main.__module__].__doc__).splitlines()
             usage = next((line.strip() for line in lines if "python -m" in line), shlex.join(sys.orig_argv[:3]))
             missing = re.match(r"flag --(\w+)=None", str(error))
             problem = f"--{missing[1]} is missing" if missing else str(error).rstrip(".")
@@ -101,7 +104,7 @@ def define_process_flags() -> None:
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
 
 
-def plain_console(**options: Any) -> "rich.console.Console":
+def plain_console(**options: Any) -> "Console":
     """A rich console that prints text verbatim, without markup in brackets and without `:name:` emoji.
 
     Args:
@@ -147,7 +150,8 @@ def configure_logging() -> None:
 
     sys.unraisablehook = unraisable
     outlast_readers()
-    sys.stdout.reconfigure(line_buffering=True)  # keeps the order of standard output and standard error in a log file
+    # Keeps the order of standard output and standard error in a log file.
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
 
 
 def show_messages() -> None:
@@ -195,8 +199,14 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
         shown: flag; False hides the bar.
     """
     state = "{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}"
-    lines = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}
-    options = {"desc": description, "total": total, "initial": initial, "unit": unit, "disable": not shown}
+    lines: dict[str, Any] = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}
+    options: dict[str, Any] = {
+        "desc": description,
+        "total": total,
+        "initial": initial,
+        "unit": unit,
+        "disable": not shown,
+    }
     if not sys.stderr.isatty():
         return tqdm(**options, **lines)
     short = description if len(description) <= _LONGEST else f"{description[: _LONGEST - 1]}…"
@@ -209,18 +219,20 @@ class _Bar(tqdm):
     The estimate of the remaining time ignores the first unit, because that one includes compilation.
     """
 
-    _began: tuple[int, float] | None = None  # units done and the time, after the first update
+    _began: tuple[float, float] | None = None  # units done and the time, after the first update
+    if TYPE_CHECKING:
+        _time: Callable[[], float]
 
-    def update(self, n: int = 1) -> bool | None:
+    def update(self, n: float | None = 1) -> bool | None:
         """Adds n units."""
         if not self.disable:
-            self._began = self._began or (self.n + n, self._time())
+            self._began = self._began or (self.n + (n or 0), self._time())
         return super().update(n)
 
     @property
     def format_dict(self) -> dict[str, Any]:
         """Values for the bar's format: tqdm's, with our rate and only the fields that fit."""
-        values = super().format_dict
+        values: dict[str, Any] = dict(super().format_dict)
         units, since = self._began or (self.n, self._time())
         values["rate"] = (self.n - units) / max(self._time() - since, 1e-9)
         columns = values["ncols"] or shutil.get_terminal_size().columns
@@ -236,7 +248,7 @@ class _Lines(io.TextIOBase):
 
     _last = ""
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, /) -> Any:
         """Writes a state to standard error, without tqdm's carriage returns and line ends."""
         state = text.strip()
         if state and state != self._last:  # the final state may equal the last step, which already has a line

@@ -58,6 +58,7 @@ def export(
     if model:
         export_model(output, *load_pretrained(model), model_folder(model, COMPANION_FILES), dtype)
         return model
+    assert run is not None
     return export_checkpoint(Path(run), Path(output), step, dtype, adapters)
 
 

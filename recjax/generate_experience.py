@@ -209,7 +209,7 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
     answered = []
     for group, text, problem in zip(groups, prompts.texts, prompts.problems, strict=True):
         if len(group.prompt_tokens):
-            text = policy.tokenizer.decode(group.prompt_tokens)  # the prompt that the server's model saw
+            text = str(policy.tokenizer.decode(group.prompt_tokens))  # the prompt that the server's model saw
         for completion in group.completions:
             length = completion.sampled_tokens
             if not completion.rows:
@@ -256,7 +256,8 @@ def _name(config: Config, run: str | None, version: int) -> str:
         | {"held_out": config.evaluation.most_problems, "version": version}
         | base_seed
     )
-    del depends_on["rollout"]["engine"]  # --engine samples, or recjax
+    rollout: Any = depends_on["rollout"]
+    del rollout["engine"]  # --engine samples, or recjax
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run

@@ -54,7 +54,7 @@ def prepare_host_memory() -> None:
 def with_tunables(present: str) -> str:
     """The value of GLIBC_TUNABLES with recjax's settings added to `present`."""
     added = [f"{name}={value}" for name, (value, _) in TUNABLES.items() if f"{name}=" not in present]
-    return ":".join(filter(None, [present, *added]))
+    return ":".join(part for part in (present, *added) if part)
 
 
 def has_glibc() -> bool:

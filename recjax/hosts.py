@@ -65,8 +65,10 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
     # JAX aborts if a process is missing or comes twice, or if the port is in use. So recjax lets them meet before.
     if coordinator is not None and process_id in range(processes or 0):
         if process_id == 0:
+            assert processes is not None
             _receive_calls(coordinator, processes)
         else:
+            assert processes is not None and process_id is not None
             _call_first(coordinator, processes, process_id)
     jax.config.update("jax_enable_preemption_service", False)  # its handler of SIGTERM would replace recjax's handler
     late = threading.Timer(

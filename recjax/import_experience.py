@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -27,6 +28,9 @@ from recjax.experience.records import Record
 from recjax.experience.store import Change, Store
 from recjax.host_memory import disable_collector
 from recjax.models.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FLAGS = flags.FLAGS
 logger = logging.getLogger("recjax.import_experience")  # __name__ is "__main__" in a command
@@ -89,9 +93,7 @@ def _changes(records: Iterable[Record]) -> Iterator[Change]:
     return map(Change, iter(lambda: list(itertools.islice(records, TOGETHER)), []))
 
 
-def check_texts(
-    records: Sequence[Record], tokenizer: "transformers.PreTrainedTokenizerBase", place: Callable[[int], str]
-) -> None:
+def check_texts(records: Sequence[Record], tokenizer: "PreTrainedTokenizerBase", place: Callable[[int], str]) -> None:
     """Refuses rows whose tokens do not decode to their text; ignores whitespace and special tokens.
 
     Prompt tokens must decode to the prompt's text, or to a text with every message's content in order.
@@ -113,10 +115,11 @@ def check_texts(
         for column, tokens in columns:
             if not len(tokens):
                 continue
-            decoded = plain(tokenizer.decode(tokens))
+            decoded = plain(str(tokenizer.decode(tokens)))
+            agrees = True
             start = 0
             if column == "tokens" or isinstance(group.prompt, str):
-                parts = [completion.text if column == "tokens" else group.prompt]
+                parts: list[str] = [completion.text if column == "tokens" else str(group.prompt)]
                 agrees = decoded == plain(parts[0])
             else:
                 parts = [turn["content"] for turn in group.prompt]
@@ -147,8 +150,10 @@ def main(argv: list[str]) -> None:
     sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
     exports = [read_exported(Path(file)) for file in FLAGS.input]
     imported = None
+    groups = Counter()
+    pending = 0
     if all(exports):
-        count = import_exports(exports, FLAGS.output)
+        count = import_exports([export for export in exports if export is not None], FLAGS.output)
         summary = "completions"
     elif any(exports):
         raise UserError("--input", "import exported files and files of other programs one after the other")

@@ -30,6 +30,7 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
     rows = [record.completion for record in records]
     groups = groups_of(records)
     scored = [row.grade.reward for row in rows if row.grade]
+    rewards = [reward for reward in scored if reward is not None]
     sizes = [len(group.completions) for group in groups]
     whole = [group for group in groups if is_whole(group)]
     accurate = [row.grade.accurate for row in rows if row.grade and row.grade.accurate is not None]
@@ -43,7 +44,7 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
         "groups with a pending row": str(len(groups) - len(whole)),
         "whole groups with signal": f"{sum(reward_spread(group) > 0 for group in whole)} of {len(whole)}",
         "groups of several sources": str(sum(len({row.source for row in group.completions}) > 1 for group in groups)),
-        "reward": f"{np.mean(scored):.3f} ({min(scored):g} to {max(scored):g})" if scored else "none yet",
+        "reward": f"{np.mean(rewards):.3f} ({min(rewards):g} to {max(rewards):g})" if rewards else "none yet",
         "accurate": f"{np.mean(accurate):.3f}" if accurate else "not known",
         "policy versions": _span(versions) if versions else "none",
         "rows of other models": str(len(rows) - len(versions)),

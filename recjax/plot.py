@@ -10,6 +10,7 @@ line's differences from the line --against, paired by seed and all other setting
 """
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from absl import flags
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> None:
     for settings, values in finals.groupby(axes, sort=False):
         chosen = dict(zip(axes, settings, strict=True))
         where = {axis: [value] for axis, value in chosen.items() if axis != lines}
-        pairs = paired_seeds(finals, lines, chosen[lines], against, **where) if chosen[lines] != against else ()
+        pairs: Any = paired_seeds(finals, lines, chosen[lines], against, **where) if chosen[lines] != against else ()
         spread = f" ({estimate(values.to_numpy()).spread})" if len(values) > 1 else ""
         cells = f"{values.mean():.3f}{spread}", in_words(pairs) if len(pairs) else ""
         rows.add_row(*settings, str(len(values)), *cells)

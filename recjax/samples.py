@@ -34,7 +34,9 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the run kept no completions, or a file is damaged.
     """
-    rows = [row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")]
+    rows: list[Any] = [
+        row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")
+    ]
     if not rows:
         raise UserError(folder_of(run), "holds no completions", "set samples.every above 0 and train")
     return rows
@@ -62,7 +64,7 @@ def write_page(runs: Sequence[Path], output: Path, follows: bool = False) -> int
     Raises:
         UserError: one of `runs` is not a training run or has no kept completions, or the page cannot be written.
     """
-    sections = []
+    sections: list[dict[str, Any]] = []
     for run in runs:
         config = run_config(run)
         rows = kept_rows(run)
@@ -80,6 +82,7 @@ def follow(runs: Sequence[Path], output: Path) -> int:
 
     The first page waits until each run has kept some.
     """
+    count = 0
     shown = None
     while True:
         is_over = all(is_finished(run_config(run)) for run in runs)

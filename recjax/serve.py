@@ -61,19 +61,20 @@ def load(
     if model is not None:
         opened = open_policy(model, Config.model_construct(output=""))
         return opened.name, opened.policy, Weights(opened.params, opened.version), None
-    name = Path(run or follow).resolve().name
+    name = Path(str(run or follow)).resolve().name
     if run is not None:
         opened = open_policy(run, run_config(Path(run)), step)
         return name, opened.policy, Weights(opened.params, opened.version), None
-    checkpoints = FollowedRun(Path(follow))
+    checkpoints = FollowedRun(Path(str(follow)))
     mesh = jax.sharding.get_mesh()
 
     def on_devices(weights: Weights | None) -> Weights | None:
         with jax.set_mesh(mesh):  # each thread has its own current mesh
-            params = weights and for_sampling(checkpoints.policy, put_params(weights.params))
-        return weights and weights._replace(params=params)
+            params = None if weights is None else for_sampling(checkpoints.policy, put_params(weights.params))
+        return None if weights is None or params is None else weights._replace(params=params)
 
     weights = on_devices(checkpoints.first())
+    assert weights is not None
     return name, checkpoints.policy, weights, lambda: on_devices(checkpoints.newer())
 
 

@@ -14,6 +14,7 @@ step, writes a checkpoint and exits with status 143, 129 or 130. --verbosity=0 s
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -22,6 +23,9 @@ from recjax.config.help import help_text
 from recjax.console import command, define_process_flags, plain_console, start
 from recjax.errors import UserError
 from recjax.tasks.problems import question_of
+
+if TYPE_CHECKING:
+    from recjax.api import Result
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("config", None, "YAML file of the run, or the name of an example.", required=True)
@@ -54,6 +58,7 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         keep_compiled_programs()
         sys.exit(print_dry_run(FLAGS.config, argv[1:], FLAGS.device))
+    assert config is not None
     try:
         with hosts.connected(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id):
             check_processes(config)
@@ -66,7 +71,7 @@ def main(argv: list[str]) -> None:
         show_result(result)
 
 
-def show_result(result: "recjax.api.Result") -> None:
+def show_result(result: "Result") -> None:
     """Prints accuracy (or the reward), and completions of a few problems, before and after training, and the costs."""
     from rich.table import Table  # not at module level: --help needs no tables
     from rich.text import Text
@@ -74,6 +79,7 @@ def show_result(result: "recjax.api.Result") -> None:
     console = plain_console()
     output = result.folder
     summary = result.summary
+    assert summary is not None
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
     known = {name.partition("_")[0] for name, value in summary.items() if value is not None}
     measure = "reward" if "reward" in known and "accuracy" not in known else "accuracy"

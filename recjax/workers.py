@@ -154,8 +154,8 @@ class Workers:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._closed = False
-        self._program = None
-        self._control = None
+        self._program: subprocess.Popen | None = None
+        self._control: socket.socket | None = None
 
     held: Any = None  # in a worker, the object of the argument `held`
     loading = False  # True in the program while it imports its modules
@@ -171,9 +171,12 @@ class Workers:
         if self._program:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._calls.get_nowait().future.cancel()
+                    waiting = self._calls.get_nowait()
+                    assert waiting is not None
+                    waiting.future.cancel()
             for _ in range(self._count):
                 self._calls.put(None)
+            assert self._control is not None
             self._control.close()
             with contextlib.suppress(ProcessLookupError):  # the program has already ended
                 os.kill(self._program.pid, signal.SIGSTOP)  # no more workers; it still adopts
@@ -207,7 +210,9 @@ class Workers:
             calls = collections.deque([first_call])
             with contextlib.suppress(queue.Empty):  # other threads take calls, too
                 for _ in range(min(self._calls.qsize() // (2 * self._count), _MOST_CALLS)):
-                    calls.append(self._calls.get_nowait())
+                    waiting = self._calls.get_nowait()
+                    assert waiting is not None
+                    calls.append(waiting)
             calls = collections.deque(call for call in calls if call.future.set_running_or_notify_cancel())
             try:
                 while calls:
@@ -246,6 +251,7 @@ class Workers:
         connection, of_worker = multiprocessing.Pipe()
         try:
             with of_worker:
+                assert self._control is not None
                 socket.send_fds(self._control, [b"\0"], [of_worker.fileno()])
             return connection.recv(), connection
         except (EOFError, OSError) as error:
@@ -269,6 +275,7 @@ class Workers:
                 start_new_session=True,
             )
         if self._held is not None:
+            assert self._program.stdin is not None
             with contextlib.suppress(BrokenPipeError), self._program.stdin as file:  # calls report that it ended
                 file.write(self._held)
         for _ in range(self._count):

@@ -45,12 +45,20 @@ import transformers  # noqa: E402, F401  (before `recjax.run`, which would hide 
 
 import tests.commands  # noqa: E402
 import tests.marks  # noqa: E402
-import tests.shape_checking  # noqa: E402
 
 # Not by an environment variable: what a test starts has one device, unless it asks for more.
 jax.config.update("jax_num_cpu_devices", 4)
-jaxtyping.jaxtyped = tests.shape_checking.jaxtyped
-jaxtyping.install_import_hook("recjax", "tests.shape_checking.checked")
+# The checks of jaxtyping cost CPU seconds, so only the code whose signatures name shapes has them.
+SHAPED = [
+    "recjax.algorithms",
+    "recjax.models",
+    "recjax.rollout",
+    "recjax.experience.batch",
+    "recjax.experience.layout",
+    "recjax.training.update",
+]
+# An int where a float is asked for is fine, as it is to static type checkers.
+jaxtyping.install_import_hook(SHAPED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 
 def pytest_configure(config):

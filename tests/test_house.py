@@ -4,12 +4,11 @@ import ast
 import collections
 import re
 
-import numpy as np
 import pytest
-from jaxtyping import Float
 
 from tests import shape_checking
 from tests.package_files import ROOT, trees
+from tests.test_rooms import ROOT, trees
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 

@@ -5,7 +5,23 @@
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # editors and type checkers do not call `__getattr__`
+    from recjax.algorithms.algorithm import Algorithm
+    from recjax.algorithms.axes import AXES
+    from recjax.algorithms.losses import (
+        BatchValues,
+        RowTerms,
+        Scored,
+        TermScores,
+        loss,
+        row_terms,
+        token_loss,
+        token_terms,
+    )
+    from recjax.algorithms.presets import PRESETS, resolve
+    from recjax.algorithms.presets import build_algorithm as build
 
 # The module of each public name. Names are imported on first use, because a config's schema needs no JAX.
 _PUBLIC = {
@@ -24,7 +40,21 @@ _PUBLIC = {
     "resolve": "presets",
 }
 _ALIASES = {"build": "build_algorithm"}
-__all__ = list(_PUBLIC)
+__all__ = [
+    "PRESETS",
+    "AXES",
+    "Algorithm",
+    "BatchValues",
+    "Scored",
+    "RowTerms",
+    "TermScores",
+    "row_terms",
+    "token_terms",
+    "token_loss",
+    "loss",
+    "build",
+    "resolve",
+]
 
 # Expects tokens, mask and behavior_logprobs [batch, time], rewards and group_ids [batch], logits [batch, time, vocab].
 EXAMPLE = """
@@ -43,7 +73,11 @@ gradient /= count  # sums and counts of micro-batches and devices add up; divide
 """
 
 
-def __getattr__(name: str) -> Any:
+def _imported(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), _ALIASES.get(name, name))
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for a public one
+    __getattr__ = _imported

@@ -40,8 +40,8 @@ class Algorithm:
     unbiased_reference_kl: Callable | None = None
     entropy: Callable | None = None
     distillation: Callable | None = None
-    teacher_divergence: Callable | None = None
-    score_centering: Callable | None = None
+    teacher_divergence: functools.partial | None = None
+    score_centering: functools.partial | None = None
     observations: Callable | None = None
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> "Algorithm":

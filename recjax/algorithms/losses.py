@@ -258,7 +258,7 @@ def _tokens(
         # Masked before any exponential: behind it, the gradient of a masked −inf would be NaN.
         jnp.where(mask, logprobs, 0.0),
         # An algorithm that does not need μ never reads this stand-in.
-        constant(logprobs if behavior_logprobs is None else behavior_logprobs),
+        jax.lax.stop_gradient(jnp.where(mask, logprobs if behavior_logprobs is None else behavior_logprobs, 0.0)),
         mask,
         rows.foreign,
         rows.trajectories,
@@ -312,12 +312,13 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
     masks = [
         _call_on_minibatch(function, batch)
         for function in (algorithm.clip, algorithm.mask)
-        if is_of_whole_batch(function)
+        if function is not None and is_of_whole_batch(function)
     ]
     proximal = batch.proximal_logprobs
     if proximal is None and batch.scored is not None:
         proximal = batch.scored.logprobs
     if proximal is not None:
+        assert sampled_mask is not None
         proximal = jnp.where(sampled_mask & kept[:, None], proximal, 0.0)
     teacher_logprobs = batch.teacher_logprobs
     if teacher_logprobs is not None and batch.taught is not None:
@@ -327,6 +328,7 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
     trained = kept if batch.minibatch is None else kept & batch.minibatch
     observation_weights = None
     if algorithm.observations is not None and batch.observation_mask is not None:
+        assert sampled_mask is not None
         mask = sampled_mask & trained[:, None]
         observed = batch.observation_mask & trained[:, None]
         nothing = jnp.zeros(mask.shape)
@@ -387,6 +389,7 @@ def _with_scores(
     scored = batch.scored
     if scored is None:
         return batch
+    assert sampled_mask is not None
     mask = sampled_mask & kept[:, None] & ~jnp.isneginf(scored.logprobs)
     if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
         mask &= ~jnp.isneginf(scored.behavior_logprobs)
@@ -408,6 +411,7 @@ def _call_on_minibatch(function: Callable, batch: BatchValues) -> Array:
     """Calls a function on the minibatch if it reads scores, which other rows do not have; else on the whole batch."""
     if batch.minibatch is None or RESCORED.isdisjoint(names_read(function)):
         return call(function, batch)
+    assert batch.completion_mask is not None
     mask = batch.completion_mask & batch.minibatch[:, None]
     return call(function, batch._replace(kept=batch.kept & batch.minibatch, completion_mask=mask))
 
@@ -493,6 +497,7 @@ def _weighted_terms(
     weights = per_token(rows.weights)
     if algorithm.token_weight is not None:
         weights *= call(algorithm.token_weight, tokens)
+    assert tokens.ratio is not None and tokens.advantages is not None
     coefficients = weights * tokens.advantages
     mismatch = log_difference(anchor, behavior_logprobs, mask)
     of_anchor = tokens._replace(log_ratio=mismatch, ratio=bounded_exp(mismatch))
@@ -523,6 +528,7 @@ def _top_weights(
     """
     if tokens.top_logprobs is None or tokens.behavior_top_logprobs is None:
         return None
+    assert tokens.advantages is not None
     factors = jnp.where(tokens.completion_mask, per_token(rows.weights) * tokens.advantages, 0.0)
     # The axis `mask` decides by the completion or its place, so it drops the mean together with the token.
     if rows.mask is not None:

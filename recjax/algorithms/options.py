@@ -16,7 +16,12 @@ from recjax.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]
 # A numeric option of an axis function: a Python float, or an argument of a compiled program.
-Scalar = float | typing.SupportsFloat
+if typing.TYPE_CHECKING:
+    import jax
+
+    Scalar: typing.TypeAlias = float | jax.Array
+else:
+    Scalar = float | typing.SupportsFloat  # a config's schema needs no JAX
 
 
 def require(condition: Any, name: str, value: Any, remedy: str) -> None:

@@ -157,7 +157,7 @@ def free_options(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, f
         >>> free == free_options(build_algorithm("rec_one_side_nois", {}))[0]
         True
     """
-    free = {}
+    free: dict[str, Any] = {}
     options = {}
     for axis, function in vars(algorithm).items():
         bound = getattr(function, "keywords", {})
@@ -202,7 +202,8 @@ def build_algorithm(preset: str, overrides: Mapping[str, Change]) -> Algorithm:
             # The default algorithm never reads its anchor; importance weights do.
             reader = {"token_weight": AXES["weight"]["importance"]} if axis == "anchor" else {}
             traced = _with_checked_result(axis, chosen[field]) if is_users else chosen[field]
-            _check_by_tracing(axis, block, Algorithm(**{field: traced}, **reader), is_users)
+            functions: dict[str, Any] = {field: traced, **reader}
+            _check_by_tracing(axis, block, Algorithm(**functions), is_users)
     algorithm = Algorithm(**chosen)
     _check_read(algorithm, {axis: _block(change) for axis, change in overrides.items()})
     return algorithm
@@ -272,6 +273,7 @@ def _check_read(algorithm: Algorithm, overrides: Mapping[str, Mapping[str, Any]]
         remedy = "corrects from the anchor to the behavior policy, which are the same; set anchor.name, or use weight"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
     if algorithm.correction is not None and "scored_log_ratio" in names_read(algorithm.row_weight):
+        assert algorithm.row_weight is not None
         name = getattr(base(algorithm.row_weight), "__name__", "the weight")
         remedy = f"{name} also is a ratio to the behavior policy, which would count twice; remove one of the two"
         require(False, "correction", dict(overrides.get("correction", {})), remedy)
@@ -301,4 +303,5 @@ def _check_centering(algorithm: Algorithm) -> None:
         "centers weights of single tokens by their ratio to the behavior policy; choose a preset without another"
         f" {' and '.join(misfits)}, or set the coefficient to 0"
     )
+    assert algorithm.score_centering is not None
     require(not misfits, "score_centering.coefficient", algorithm.score_centering.keywords["coefficient"], remedy)

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -102,7 +103,7 @@ def differing_starts(
         axes: settings that determine the policy.
     """
     first = table[table["step"] == 0].dropna(subset=[metric])
-    values = first.groupby([*axes])[metric].unique()
+    values: Any = first.groupby([*axes])[metric].unique()
     return [
         f"{', '.join(f'{axis} {value}' for axis, value in zip(axes, np.atleast_1d(axis_values), strict=True))}:"
         f" {metric} at step 0 = {', '.join(f'{value:.4g}' for value in sorted(metric_values))}"

@@ -109,6 +109,7 @@ def pair_runs(first: Sequence[Path], second: Sequence[Path]) -> tuple[dict[str, 
     values = {key: [{str(settings.get(key)) for settings in side} for side in sides] for key in keys}
     varying = [key for key in keys if key != "seed" and min(map(len, values[key])) > 1]
     is_one_pair = max(map(len, sides)) == 1
+    labels: list[list[str]] = []
     for shared in ([],) if is_one_pair else (["seed"], ["seed", *varying]):
         labels = [[", ".join(f"{key} {settings.get(key)}" for key in shared) for settings in side] for side in sides]
         if all(len({*names}) == len(names) for names in labels):

@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -104,12 +104,15 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     rows = rows.assign(accurate=is_right, right_and_ended=is_right & ~rows["truncated"].astype(bool))
     starts = np.flatnonzero(np.diff(rows["problem"])) + 1
 
+    def as_floats(values: np.ndarray) -> np.ndarray:
+        return np.asarray(values, np.float64)
+
     def by_problem(column: str) -> list[np.ndarray]:
         return np.split(rows[column].to_numpy(), starts)
 
     def known_means(column: str) -> np.ndarray:
         """Each problem's mean over its completions with a reward; problems without such a completion are excluded."""
-        known = [values[~np.isnan(values)] for values in map(np.float64, by_problem(column))]
+        known = [values[~np.isnan(values)] for values in map(as_floats, by_problem(column))]
         return np.array([values.mean() for values in known if len(values)] or [np.nan])
 
     def quantile_of(places: np.ndarray, axis: int = -1, *, share: float) -> np.ndarray:
@@ -122,7 +125,7 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     samples = int(counts.max())
     lengths = np.full((problems, samples), np.nan)
     lengths[np.arange(samples) < counts[:, None]] = rows["tokens"]
-    votes = [np.where(pd.isna(parsed), None, parsed).tolist() for parsed in by_problem("parsed")]
+    votes = [np.where(pd.isna(parsed), cast(Any, None), parsed).tolist() for parsed in by_problem("parsed")]
     majority = [majority_at_k(*row) for row in zip(votes, map(np.ndarray.tolist, accurate), strict=True)]
     right = [int(each.sum()) for each in accurate]
     # In a mixture, the rewards of different tasks have different parts.

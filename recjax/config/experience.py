@@ -1,6 +1,6 @@
 """The config blocks `rollout`, `regime` and `experience`: the completions to train on, and how stale they may be."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from recjax.config.schema import Config
 
 MissingLogprobs = Literal["error", "unneeded", "initial", "current"]
-DialectName = spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
+DialectName = Annotated[
+    str, spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
+]
 DriftKind = Literal["int8", "int4", "float8", "noise"]
 Priority = Literal["none", "reward_spread", "absolute_advantage"]
 
@@ -34,7 +36,7 @@ Priority = Literal["none", "reward_spread", "absolute_advantage"]
 class EngineConfig(ConfigBlock):
     """Another server that samples; a plain URL sets `url`."""
 
-    url: checked(str, has_password) = key(..., "URL of the server", may_change=True)
+    url: Annotated[str, checked(has_password)] = key(..., "URL of the server", may_change=True)
     model: str | None = key(None, "Its model; null: the only one", may_change=True)
     dialect: DialectName | None = key(
         None,
@@ -200,7 +202,7 @@ class RolloutConfig(ConfigBlock):
 class MixConfig(ConfigBlock):
     """Completions from a store, mixed with completions that the policy samples."""
 
-    store: checked(str, has_password) = key(..., "File or URL of the store")
+    store: Annotated[str, checked(has_password)] = key(..., "File or URL of the store")
     share: Float = key(0.5, "Share of the store's completions: a whole number of rows or groups", gt=0, lt=1)
     of: Literal["group", "batch"] = key("group", "Mix rows into every group, or whole groups into every batch")
 
@@ -446,15 +448,16 @@ class RegimeConfig(ConfigBlock):
             raise UserError(staleness_key, f"must be at least {minimum}, the staleness due to {why}", value=limit)
 
 
-Grouping = spelled(
-    r"group|prompt|metadata\..+", "takes group, prompt, or metadata.KEY with a key of the rows' metadata"
-)
+Grouping = Annotated[
+    str,
+    spelled(r"group|prompt|metadata\..+", "takes group, prompt, or metadata.KEY with a key of the rows' metadata"),
+]
 
 
 class ExperienceConfig(ConfigBlock):
     """Training data other than the batch that the policy has just sampled; at least one source or treatment."""
 
-    store: checked(str, has_password) | None = key(
+    store: Annotated[str, checked(has_password)] | None = key(
         None, "File or URL of a store that every batch comes from; groups may have any size"
     )
     mix: MixConfig | None = key(None, note="Not with experience.store.")

@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -34,15 +34,15 @@ _TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
-def checked(kind: Any, check: Callable[[Any], str | None]) -> Any:
-    """The type `kind` with a function that returns the problem of a value, or None."""
+def checked(check: Callable[[Any], str | None]) -> pydantic.AfterValidator:
+    """For `Annotated`: a function that returns the problem of a value, or None."""
 
     def validate(value: Any) -> Any:
         if problem := check(value):
             raise UserError(problem=problem)
         return value
 
-    return Annotated[kind, pydantic.AfterValidator(validate)]
+    return pydantic.AfterValidator(validate)
 
 
 # Bool, Int, Number and Float also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
@@ -51,23 +51,25 @@ Bool = Annotated[
     bool,
     pydantic.BeforeValidator(lambda value: _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value),
 ]
-Int = checked(
-    Annotated[int, pydantic.BeforeValidator(read_decimal)],
-    lambda value: None if abs(value) < 2**63 else "must be a 64-bit number",
-)
+Int = Annotated[
+    int,
+    pydantic.BeforeValidator(read_decimal),
+    checked(lambda value: None if abs(value) < 2**63 else "must be a 64-bit number"),
+]
 Number = Annotated[float, pydantic.BeforeValidator(read_decimal)]
-Float = checked(
-    Annotated[Number, pydantic.Field(allow_inf_nan=False)],
-    lambda value: None if abs(value) < _LARGEST or math.isinf(value) else f"must be below {_LARGEST:g}",
-)
+Float = Annotated[
+    Number,
+    pydantic.Field(allow_inf_nan=False),
+    checked(lambda value: None if abs(value) < _LARGEST or math.isinf(value) else f"must be below {_LARGEST:g}"),
+]
 
 
-def spelled(pattern: str, problem: str) -> Any:
-    """A text that a regular expression matches in full, and the problem of other texts."""
-    return checked(str, lambda text: None if re.fullmatch(pattern, text, re.DOTALL) else problem)
+def spelled(pattern: str, problem: str) -> pydantic.AfterValidator:
+    """For `Annotated`: a text that a regular expression matches in full, and the problem of other texts."""
+    return checked(lambda text: None if re.fullmatch(pattern, text, re.DOTALL) else problem)
 
 
-Place = spelled(".*:.*", "takes module:name")  # a user's own function or class
+Place = Annotated[str, spelled(".*:.*", "takes module:name")]  # a user's own function or class
 
 _BOUNDS = {"ge": ", {} or more", "gt": ", above {}", "le": ", at most {}", "lt": ", below {}"}
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
@@ -108,9 +110,9 @@ class ConfigBlock(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             raise one_error(user_errors(type(self), error, values)) from None
 
-    __init__.__pydantic_base_init__ = True  # so that an outer block's errors name a key with all its blocks
+    __init__.__pydantic_base_init__ = True  # type: ignore  # so that an outer block's errors name a key with all its blocks
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:  # type: ignore  # pydantic calls it
         """Refuses the change.
 
         Raises:
@@ -142,9 +144,9 @@ def key(default: Any, description: str = "", note: str = "", may_change: bool = 
             change a training step's numbers, except for the rounding of sums in another order.
         constraints: pydantic's constraints, such as `ge` and `lt`.
     """
-    default = {"default_factory": default} if callable(default) else {"default": default}
+    given: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
     extra: dict[str, Any] = {"note": note, "may_change": may_change}
-    return pydantic.Field(**default, description=description, json_schema_extra=extra, **constraints)
+    return pydantic.Field(**given, description=description, json_schema_extra=extra, **constraints)
 
 
 def value_of(config: ConfigBlock, name: str) -> Any:
@@ -154,6 +156,11 @@ def value_of(config: ConfigBlock, name: str) -> Any:
         return block.get(attribute) if isinstance(block, Mapping) else getattr(block, attribute, None)
 
     return functools.reduce(inner, name.split("."), config)
+
+
+def extra_of(field: FieldInfo) -> dict[str, Any]:
+    """The `note` and `may_change` that `key` gave a field."""
+    return cast(dict, field.json_schema_extra)
 
 
 def refuse_without(config: "Config", names: Iterable[str], *conditions: str) -> None:
@@ -270,7 +277,7 @@ def user_errors(
         if kind == "missing":
             yield UserError(file, f"{name} has no value", f"set it in the file or as {name}=…")
         elif kind == "extra_forbidden":
-            around = block_of(keys[name].annotation) if name else block
+            around = (block_of(keys[name].annotation) if name else None) or block
             yield _in_source(source, _unknown_key(names[0], each["input"], keys, around))
         elif not name:
             yield _with_sources(each["ctx"]["error"], sources)

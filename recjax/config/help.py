@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from recjax.config.fields import ConfigBlock, block_of, takes
+from recjax.config.fields import ConfigBlock, block_of, extra_of, takes
 from recjax.config.schema import Config
 from recjax.config.yaml_values import write_yaml
 
@@ -28,17 +28,17 @@ def sections(block: type[ConfigBlock] = Config, name: str = "", note: str = "") 
     keys = []
     nested = []
     for key, field in block.model_fields.items():
-        inner_note = field.json_schema_extra["note"]
+        inner_note = extra_of(field)["note"]
         if inner := block_of(field.annotation):
             nested.append((inner, f"{name}{key}.", inner_note))
         else:
             default = "–"
             if not field.is_required():
                 default = write_yaml(field.get_default(call_default_factory=True), flow=True)
-            meaning = f"{field.description.rstrip('.')}. {inner_note}".rstrip()
+            meaning = f"{str(field.description).rstrip('.')}. {inner_note}".rstrip()
             keys.append(Key(f"{name}{key}", default, takes(field), meaning))
     if keys:
-        meaning = inspect.getdoc(block).split("\n\n")[0].replace("\n", " ")
+        meaning = str(inspect.getdoc(block)).split("\n\n")[0].replace("\n", " ")
         yield name.rstrip("."), f"{meaning} {note}".rstrip(), keys
     for inner in nested:
         yield from sections(*inner)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 
@@ -107,7 +107,7 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
                     old = SHORT_FORMS[name](old)
                 except UserError as error:
                     raise UserError(f"{earlier}: {name}", str(error), value=old) from error
-                sources |= {f"{name}.{inner}": earlier for inner in old}
+                sources |= {f"{name}.{inner}": str(earlier) for inner in old}
             merged[key] = old if isinstance(old, dict) else {}
             _merge(merged[key], value, source, sources, f"{name}.")
         else:
@@ -150,7 +150,7 @@ def unknown_keys(values: Any) -> list[tuple[str, ...]]:
     try:
         Config.model_validate(values)
     except pydantic.ValidationError as error:
-        return [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+        return [cast(tuple[str, ...], each["loc"]) for each in error.errors() if each["type"] == "extra_forbidden"]
     return []
 
 

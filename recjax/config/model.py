@@ -124,7 +124,7 @@ class ModelConfig(ConfigBlock):
         "Day (YYYY-MM-DD) for chat templates that read the clock (strftime_now); null: the day of the run's first"
         " start, which recjax keeps in the run's config.yaml",
     )
-    chat_template_kwargs: checked(dict[str, Any], wrong_with_variables) = key(
+    chat_template_kwargs: Annotated[dict[str, Any], checked(wrong_with_variables)] = key(
         dict,
         "Variables of the chat template in all prompts, such as enable_thinking; a row's or request's own win",
         note="Not with model.decoder.",
@@ -295,7 +295,9 @@ class WarmStartConfig(ConfigBlock):
             )
 
 
-Size = checked(Int, lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
+Size = Annotated[
+    Int, checked(lambda size: None if size == -1 or size > 0 else "takes a number of devices, or -1 for the rest")
+]
 
 
 class MeshConfig(ConfigBlock):

@@ -22,6 +22,7 @@ from recjax.config.fields import (
     Int,
     Number,
     checked,
+    extra_of,
     key,
     refuse_with,
     refuse_without,
@@ -128,7 +129,7 @@ class AlgorithmConfig(ConfigBlock):
             return "any"
         if algorithm.baseline is None:
             return "difference" if algorithm.needs_teacher else "any"
-        return {"group": "difference", "zero": "reward"}[algorithm.baseline]
+        return "difference" if algorithm.baseline == "group" else "reward"
 
     def check(self, config: "Config") -> None:
         """Refuses an algorithm that cannot be built, and contradictions between the algorithm and other blocks."""
@@ -385,9 +386,9 @@ class OptimizerConfig(ConfigBlock):
         """
         import optax  # imported here, so that grading workers start without JAX
 
-        options = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
+        options: dict[str, Any] = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
         schedule_key = "optimizer.schedule"
-        name = options.pop("name", None)
+        name: Any = options.pop("name", None)
         known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
         if name not in known:
             raise UserError(
@@ -430,6 +431,7 @@ class OptimizerConfig(ConfigBlock):
         if self.warmup_steps == 0:
             return after
         # Warm-up starts above 0, so that the first update has an effect: peak/warmup_steps, 2·peak/warmup_steps, …
+        assert peak is not None
         first = options[peak] / self.warmup_steps
         last = max(self.warmup_steps - 1, 1)
         return optax.join_schedules([optax.linear_schedule(first, options[peak], last), after], [self.warmup_steps])
@@ -555,14 +557,16 @@ class TrainingConfig(ConfigBlock):
 MOST_PROBLEMS = 256
 
 # 0 or within the range of rollout.temperature.
-_Temperature = checked(
+_Temperature = Annotated[
     Float,
-    lambda value: (
-        None
-        if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
-        else f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+    checked(
+        lambda value: (
+            None
+            if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
+            else f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+        )
     ),
-)
+]
 
 
 class EvaluationConfig(ConfigBlock):
@@ -700,7 +704,7 @@ class Config(ConfigBlock):
     @property
     def demonstrations(self) -> str | None:
         """The file of demonstrations that the warm start trains on; None if it has none."""
-        return self.warm_start and self.warm_start.demonstrations
+        return None if self.warm_start is None else self.warm_start.demonstrations
 
     @property
     def seed_of_base(self) -> int:
@@ -805,10 +809,10 @@ MAY_CHANGE = frozenset(
     name
     for name in KEYS
     for block in itertools.accumulate(name.split("."), "{}.{}".format)
-    if KEYS[block].json_schema_extra["may_change"]
+    if extra_of(KEYS[block])["may_change"]
 )
 # Blocks that a text stands for, and the function from the text to the block's keys.
-SHORT_FORMS = {
+SHORT_FORMS: dict[str, Any] = {
     "task": named_task,
     "rollout.engine": EngineConfig.from_url,
     "optimizer.schedule": lambda name: dict(_SCHEDULES.get(name, {"name": name})),

@@ -185,7 +185,7 @@ class OneTask(ConfigBlock):
             return self.reward
         name = self.chosen()
         if name in ("arithmetic", "file"):
-            worked = name == "arithmetic" and self.arithmetic.worked
+            worked = name == "arithmetic" and self.arithmetic is not None and self.arithmetic.worked
             return f"{_SIMPLE}{'last_number_match' if worked else 'number_match'}"
         return "tool_calls" if name == "toolace" else name
 
@@ -280,6 +280,9 @@ class CurriculumConfig(ConfigBlock):
     newest: Float = key(0.5, "Weight of the newest group in a problem's recent pass rate", gt=0, le=1)
 
 
+AgentName = Annotated[str, spelled("tools|environment|.*:.*", "takes module:function, tools or environment")]
+
+
 class TaskConfig(OneTask):
     """Problems and their rewards. A text instead of the block names a task: task: gsm8k.
 
@@ -300,7 +303,7 @@ class TaskConfig(OneTask):
         "train", "Treatment of completions cut at the token limit: train on them, mask them, or penalize them"
     )
     truncated_reward: Float = key(0.0, "Reward of cut completions", note="Only with task.truncated = penalize.")
-    teacher_template: checked(str, _wrong_with_template) | None = key(
+    teacher_template: Annotated[str, checked(_wrong_with_template)] | None = key(
         None,
         "Prompt of model.teacher, with {prompt}, which is a chat's last user message, and what the policy does not see:"
         " {answer}, the reference answer; {better}, the group's best completion if its reward is higher; {feedback}. A"
@@ -326,7 +329,7 @@ class TaskConfig(OneTask):
         note="Not with task.agent. Must be at most rollout.max_completion_tokens.",
         ge=1,
     )
-    agent: spelled("tools|environment|.*:.*", "takes module:function, tools or environment") | None = key(
+    agent: AgentName | None = key(
         None,
         "Program that talks to the policy. null: one prompt and one completion; module:function: your own"
         " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment",
@@ -419,8 +422,8 @@ class TaskConfig(OneTask):
         Args:
             version: optimizer updates of the sampler's weights.
         """
-        player = self.seats.get(seat, POLICY)
-        steps = {POLICY: 1, INITIAL: version + 1}.get(player, player)
+        player: Any = self.seats.get(seat, POLICY)
+        steps: int = {POLICY: 1, INITIAL: version + 1}.get(player, player)
         return version // steps * steps
 
     def older_versions(self, versions: Iterable[int]) -> set[int]:

@@ -45,7 +45,7 @@ class _Rules:
                 if (same := (key.tag, key.value)) in seen:
                     raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
                 seen.add(same)
-        return super().construct_mapping(node, deep=deep)
+        return super().construct_mapping(node, deep=deep)  # type: ignore  # of the loader next to this class
 
 
 class _Loader(_Rules, yaml.SafeLoader):
@@ -88,9 +88,9 @@ class _Literal(_Loader):
 class _Dumper(yaml.SafeDumper):
     """Writes YAML for `_Loader` and for readers of YAML 1.1: quotes text that either would read as a value."""
 
-    def represent_str(self, text: str) -> yaml.ScalarNode:
-        style = '"' if any(character in text for character in _BREAKS) else None
-        return self.represent_scalar(f"{_TAG}str", text, style=style)
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if any(character in data for character in _BREAKS) else None
+        return self.represent_scalar(f"{_TAG}str", data, style=style)
 
 
 for _kind, (_pattern, _first) in _SCALARS.items():

@@ -2,10 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from recjax.config import Config, RolloutConfig, TaskConfig, TrainingConfig
 from recjax.errors import UserError
@@ -48,28 +48,28 @@ class Batch(NamedTuple):
     teacher_prompt_mask: mask of their tokens; all False in rows without a teacher.
     """
 
-    prompts: Int[np.ndarray, "prompts prompt_time"]
-    prompt_mask: Bool[np.ndarray, "prompts prompt_time"]
-    completions: Int[np.ndarray, "batch time"]
-    completion_mask: Bool[np.ndarray, "batch time"]
-    behavior_logprobs: Float[np.ndarray, "batch time"] | None
-    rewards: Float[np.ndarray, " batch"]
-    group_ids: Int[np.ndarray, " batch"]
-    policy_version: Int[np.ndarray, " batch"]
-    truncated: Bool[np.ndarray, " batch"]
-    accurate: Float[np.ndarray, " batch"]
-    reward_parts: dict[str, Float[np.ndarray, " batch"]]
-    part_weights: dict[str, Float[np.ndarray, " batch"]] = {}
-    token_mask: Bool[np.ndarray, "batch time"] | None = None
-    trajectories: Int[np.ndarray, " batch"] | None = None
-    turn_rewards: Float[np.ndarray, "batch turns"] | None = None
-    token_turns: Int[np.ndarray, "batch time"] | None = None
-    recorded: dict[str, np.ndarray] = {}
-    teacher_prompts: Int[np.ndarray, "batch teacher_time"] | None = None
-    teacher_prompt_mask: Bool[np.ndarray, "batch teacher_time"] | None = None
+    prompts: Int[Any, "prompts prompt_time"]
+    prompt_mask: Bool[Any, "prompts prompt_time"]
+    completions: Int[Any, "batch time"]
+    completion_mask: Bool[Any, "batch time"]
+    behavior_logprobs: Float[Any, "batch time"] | None
+    rewards: Float[Any, " batch"]
+    group_ids: Int[Any, " batch"]
+    policy_version: Int[Any, " batch"]
+    truncated: Bool[Any, " batch"]
+    accurate: Float[Any, " batch"]
+    reward_parts: dict[str, Float[Any, " batch"]]
+    part_weights: dict[str, Float[Any, " batch"]] = {}
+    token_mask: Bool[Any, "batch time"] | None = None
+    trajectories: Int[Any, " batch"] | None = None
+    turn_rewards: Float[Any, "batch turns"] | None = None
+    token_turns: Int[Any, "batch time"] | None = None
+    recorded: dict[str, Any] = {}
+    teacher_prompts: Int[Any, "batch teacher_time"] | None = None
+    teacher_prompt_mask: Bool[Any, "batch teacher_time"] | None = None
 
     @property
-    def real_tokens(self) -> Bool[np.ndarray | Array, "batch time"]:
+    def real_tokens(self) -> Bool[Any, "batch time"]:
         """Mask of the tokens that later tokens have as context: `token_mask`, or `completion_mask` without one."""
         return self.completion_mask if self.token_mask is None else self.token_mask
 
@@ -132,6 +132,7 @@ def answered_shape(rollout: RolloutConfig, group_size: int, prompt_tokens: int |
             their own, of `rollout.max_context_tokens` tokens together.
     """
     if prompt_tokens is None:
+        assert rollout.max_context_tokens is not None
         context = rollout.max_context_tokens - 1
         return Shape(rollout.prompts_per_step * group_size, None, context, context)
     return Shape(rollout.prompts_per_step, group_size, prompt_tokens, rollout.max_completion_tokens)
@@ -312,6 +313,7 @@ def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
     """Refuses groups that do not fit the shape, and completions whose rows a group's prompt does not precede."""
     if len(groups) > shape.prompts:
         raise ValueError(f"{len(groups)} groups do not fit in a batch of {shape.prompts} prompts")
+    assert shape.group is not None
     for group in groups:
         if len(group.completions) > shape.group:
             size = len(group.completions)
@@ -421,7 +423,7 @@ def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) ->
     for group in groups:
         names: dict[str, set[str]] = {}
         for completion in group.completions:
-            parts = [name for name in completion.grade.reward_parts or {} if weights.get(name, 1.0)]
+            parts = [name for name in completion.known_grade.reward_parts or {} if weights.get(name, 1.0)]
             names.setdefault(completion.source, set()).update(parts)
             if completion.rows and not parts:
                 raise UserError(

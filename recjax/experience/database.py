@@ -7,7 +7,7 @@ import time
 import urllib.parse
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import sqlalchemy as sql
 
@@ -245,7 +245,7 @@ def _postgresql(place: str, name: str) -> sql.Engine:
 
         def wait(self, generator: Generator, *arguments: Any, **options: Any) -> Any:
             try:
-                return super().wait(_limited(generator), *arguments, **options)
+                return super().wait(cast(Any, _limited(generator)), *arguments, **options)
             except TimeoutError:
                 self.pgconn.finish()
                 raise psycopg.OperationalError("the server does not answer") from None
@@ -264,7 +264,8 @@ def _postgresql(place: str, name: str) -> sql.Engine:
             try:
                 connection = Connection.connect(*arguments, **options)
                 with connection.transaction():
-                    connection.execute("; ".join(limits) or "select 1")
+                    limit: Any = "; ".join(limits) or "select 1"
+                    connection.execute(limit)
                 return connection
             except psycopg.OperationalError as error:
                 wait = next((seconds for words, seconds in _RESTARTS.items() if words in str(error)), 0)
@@ -298,6 +299,7 @@ def is_unavailable(error: Exception) -> bool:
     original = getattr(error, "orig", None)
     if not isinstance(error, sql.exc.OperationalError) or isinstance(original, sqlite3.Error):
         return "locked" in str(original) or isinstance(error, sql.exc.TimeoutError)  # all connections are in use
+    assert original is not None
     return str(original.sqlstate or "08")[:2] in ("08", "53", "55", "57")  # no state: no connection
 
 

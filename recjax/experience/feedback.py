@@ -56,9 +56,10 @@ def give_rewards(
     had_it = set()
     for number, entry in enumerate(entries):
         comment = entry.get("comment")
-        for name, *values in _resolved(entry, known, place(number)):
+        for name, reward, parts, accurate, turn_rewards in _resolved(entry, known, place(number)):
             try:
-                grade = whole_grade(*values, turns.get(name, 1), of_turns.get(name, ()))
+                known_rewards = of_turns.get(name, ())
+                grade = whole_grade(reward, parts, accurate, turn_rewards, turns.get(name, 1), known_rewards)
             except UserError as error:
                 raise error.within(place(number)) from error
             earlier = before.get(name) or new.get(name)

@@ -59,15 +59,17 @@ class Follower:
             run: id of this run; a server that follows the run writes it into the metadata of its completions.
             state: result of `state`, to continue from there.
         """
+        assert config.experience is not None and config.experience.store is not None
         self.name = store_name(config.experience.store)
+        self._experience = config.experience
         self.rewarded = 0
         self.waiting = (0, 0, 0)
         self._config = config
         self._policy = policy
         self._run = run
         self._resumed = state
-        seconds = config.experience.deadline_seconds
-        self._deadline = seconds and timedelta(seconds=seconds)
+        seconds = self._experience.deadline_seconds
+        self._deadline = None if seconds is None else timedelta(seconds=seconds)
         self._store: Store | None = None
         self._read: Last | None = None  # how far the store has been read
         self._rows: tuple[str | None, str | None] = (state.get("row"), None)  # the last completion and reward read
@@ -93,6 +95,7 @@ class Follower:
         ranges_left = [[numbers_of_range[0], numbers_of_range[-1]] for numbers_of_range in numbers]
         unrewarded = sorted(self._unrewarded)
         read = {"read": self._read.completion, "row": self._rows[0]}
+        assert self._store is not None
         return {"store": self._store.id, **read, "left": ranges_left, "unrewarded": unrewarded}
 
     def poll(self, step: int, room: int) -> Arrival:
@@ -112,7 +115,7 @@ class Follower:
             self._unavailable_since = None
         except UserError as error:
             now = time.monotonic()
-            limit = self._config.experience.outage_seconds
+            limit = self._experience.outage_seconds
             # If the run has never read the store, its URL may be wrong.
             may_wait = isinstance(error, Unavailable) and (self._store is not None or "store" in self._resumed)
             if may_wait and self._unavailable_since is None:
@@ -152,7 +155,7 @@ class Follower:
             rewarded = [waiting for waiting in members if waiting.has_reward]
             pending = [waiting for waiting in members if not waiting.has_reward]
             over = list(filter(self._is_over, pending))
-            if rewarded and self._config.experience.group_by == "group":
+            if rewarded and self._experience.group_by == "group":
                 # The completions without a reward wait with their group, and leave with it at the deadline.
                 ready = [(rewarded, over)] if len(over) == len(pending) else []
                 over = []
@@ -191,7 +194,7 @@ class Follower:
 
     def _waiting(self, record: Record) -> _Waiting:
         completion = record.completion
-        by = self._config.experience.group_by
+        by = self._experience.group_by
         value = completion.metadata.get(by.removeprefix("metadata.")) if by.startswith("metadata.") else None
         key = record.group.id
         if by == "prompt":
@@ -206,6 +209,7 @@ class Follower:
 
     def _check_growth(self, last: Last) -> None:
         """Raises an error unless the store has the rows that this run has read, and perhaps more."""
+        assert self._store is not None
         before = self._read or Last(self._resumed.get("read", 0))
         ours = self._rows
         theirs = self._store.identities(before)
@@ -230,7 +234,8 @@ class Follower:
             self._store.close()
             self._store = None
         if self._store is None:
-            url_or_file = self._config.experience.store
+            url_or_file = self._experience.store
+            assert url_or_file is not None
             if not exists(url_or_file):
                 return
             # A server of databases may not have the tables yet.
@@ -283,8 +288,9 @@ class Follower:
 
     def _usable(self, record: Record) -> tuple[Record, str | None, str]:
         """The completion with tokens, the reason why it is unusable (or None), and a message about it."""
-        missing = self._config.experience.missing_logprobs
+        missing = self._experience.missing_logprobs
         rollout = self._config.rollout
+        assert rollout.max_context_tokens is not None
         try:
             (record,) = tokenized([record], self._policy)
         except UserError as error:

@@ -110,6 +110,12 @@ class Completion(NamedTuple):
         """Number of tokens that the policy chose, in all rows."""
         return sum(int(np.count_nonzero(row.mask)) for row in self.rows)
 
+    @property
+    def known_grade(self) -> Grade:
+        """The grade of a completion that has one."""
+        assert self.grade is not None
+        return self.grade
+
 
 class Group(NamedTuple):
     """One prompt and any number of completions from any sources. Algorithms compare rewards inside a group.
@@ -149,8 +155,10 @@ def completion_turns(completion: Completion) -> tuple[Turn, ...]:
 
 def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
     """The reward of each turn; the last turn also gets the part of the completion's reward that no turn got."""
-    rewards = np.array(completion.grade.turns or [0.0] * len(completion_turns(completion)))
-    rewards[-1] += completion.grade.reward - rewards.sum()
+    grade = completion.known_grade
+    assert grade.reward is not None
+    rewards = np.array(grade.turns or [0.0] * len(completion_turns(completion)))
+    rewards[-1] += grade.reward - rewards.sum()
     return rewards.astype(np.float32)
 
 
@@ -212,7 +220,9 @@ def token_staleness(groups: Sequence[Group], step: int) -> float | None:
     ]
     tokens = sum(count for _, count in runs)
     # Step 1 trains on samples of version 0, which are not stale.
-    return sum((step - 1 - version) * count for version, count in runs) / tokens if tokens else None
+    return (
+        sum((step - 1 - version) * count for version, count in runs if version is not None) / tokens if tokens else None
+    )
 
 
 def group_staleness(group: Group, step: int) -> int:
@@ -337,7 +347,9 @@ def top_from_lists(lists: Any, count: int, most: int) -> dict[str, np.ndarray]:
 
 def recorded_to_bytes(rows: Sequence[Row]) -> bytes | None:
     """Converts the recorded arrays of rows to bytes, None without any; `recorded_from_bytes` is the inverse."""
-    arrays = {f"{number}/{name}": values for number, row in enumerate(rows) for name, values in row.recorded.items()}
+    arrays: dict[str, Any] = {
+        f"{number}/{name}": values for number, row in enumerate(rows) for name, values in row.recorded.items()
+    }
     if not arrays:
         return None
     file = io.BytesIO()

@@ -114,7 +114,7 @@ def score_micro_batch(
         return _token_scores(values, load, TOP_IDS in recorded)
     # The packed rows of all micro-batches are arrays of the batch, so each micro-batch cuts out its own.
     *packed_rows, places, _ = layout.packed
-    packed_rows = [constrain(x[index], ROWS) for x in packed_rows]
+    packed_rows: Any = [constrain(x[index], ROWS) for x in packed_rows]
     places = jnp.where(part.completion_mask, places - index * packed_rows[0].size, 0)
     recorded = {}
     if part.recorded:
@@ -125,7 +125,8 @@ def score_micro_batch(
         predicted = jnp.full(size, -1).at[predicting].set(jnp.arange(predicting.size), mode="drop").reshape(shape)
         recorded = {name: x.reshape(predicting.size, *x.shape[2:])[predicted] for name, x in part.recorded.items()}
         recorded = jax.tree.map(lambda x: constrain(x, ROWS), recorded | {SAMPLED: predicted >= 0})
-    values = packed_logprobs(scorer.decoder, params, *packed_rows, recorded, **options)
+    tokens, positions, targets, ends = packed_rows
+    values = packed_logprobs(scorer.decoder, params, tokens, positions, targets, ends, recorded, **options)
     scores = _token_scores(values, load, TOP_IDS in recorded)
     load_of_experts = scores.load
     scores = jax.tree.map(
@@ -137,7 +138,7 @@ def score_micro_batch(
     return scores._replace(load=load_of_experts)
 
 
-def _token_scores(values: tuple[Array | Load, ...], load: bool, has_top: bool) -> TokenScores:
+def _token_scores(values: tuple[Any, ...], load: bool, has_top: bool) -> TokenScores:
     """Names the values of a forward pass, whose optional ones come in the order of `chunked_logprobs`."""
     logprobs, entropy, *optional = values[:-1] if load else values
     top_logprobs = optional.pop(0) if has_top else None

@@ -173,7 +173,7 @@ def with_initial_logprobs(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     # A store may be larger than memory, so only the log-probs of a small one stay in memory.
-    file = tempfile.SpooledTemporaryFile(_SMALL, dir=folder)
+    file = tempfile.SpooledTemporaryFile(_SMALL, dir=str(folder))
     shown = hosts.is_first() and len(lacking) > _LONG * shape.prompts
     with progress_bar("log-probs", len(lacking), unit="group", shown=shown) as bar:
         for start in range(0, len(lacking), shape.prompts):
@@ -186,6 +186,7 @@ def with_initial_logprobs(
                     if _lacks_logprobs(old):
                         starts[number] = file.tell()
                         for row in new.rows:
+                            assert row.behavior_logprobs is not None
                             file.write(row.behavior_logprobs.astype(np.float32).tobytes())
             bar.update(len(groups_before))
     with writing(folder):

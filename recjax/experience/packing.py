@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -46,12 +46,12 @@ class Packed(NamedTuple):
     count: number of micro-batches with sequences; further micro-batches keep shapes equal from batch to batch.
     """
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    targets: np.ndarray
-    ends: np.ndarray
-    places: np.ndarray
-    count: np.ndarray
+    tokens: Any
+    positions: Any
+    targets: Any
+    ends: Any
+    places: Any
+    count: Any
 
 
 class _Sequences(NamedTuple):
@@ -509,5 +509,5 @@ def _laid_out(batch: Batch, sequences: _Sequences, shape: RowShape, most: int, r
     used = (start[last] + added[last] - 1) % shape.tokens + 1
     ends[path[_spans(on_path[last], lengths[last])]] = np.repeat(used, lengths[last])
     count = np.array(row_of.max(initial=-1) // shape.rows + 1, np.int32)
-    arrays = (array.reshape(most, *shape) for array in (tokens, positions, targets, ends))
-    return Packed(*arrays, places, count)
+    tokens, positions, targets, ends = (array.reshape(most, *shape) for array in (tokens, positions, targets, ends))
+    return Packed(tokens, positions, targets, ends, places, count)

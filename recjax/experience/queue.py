@@ -79,7 +79,7 @@ def settings_of(config: Config) -> Settings:
         replay=experience.replay is not None,
         oldest_first=regime.mode == "async" or experience.follow,
         limits=limits,
-        newest=config.task.curriculum and config.task.curriculum.newest,
+        newest=None if config.task.curriculum is None else config.task.curriculum.newest,
         idle_rounds=regime.sync_offset + late.longest + interval * most + (experience.refill is None),
         replaces=experience.replay is not None and experience.refill is not None,
     )
@@ -190,6 +190,7 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
         entries = list(entries)
         if batch in wanted:
             grades = entries[0].grades
+            assert grades is not None
             grades = grades if isinstance(grades, Sequence) else grades.result()
             groups = with_grades([entry.group for entry in entries], grades)
             entries = [entry._replace(group=group, grades=None) for entry, group in zip(entries, groups, strict=True)]
@@ -270,7 +271,7 @@ def _key_of(group: Group) -> str:
 
 def _pass_rate(group: Group) -> float | None:
     """The share of accurate completions among completions with a reward and a verdict; None without any."""
-    grades = [completion.grade for completion in group.completions]
+    grades = [completion.known_grade for completion in group.completions]
     accurate = [grade.accurate for grade in grades if grade.reward is not None and grade.accurate is not None]
     return sum(accurate) / len(accurate) if accurate else None
 
@@ -285,9 +286,9 @@ def _rewarded(entry: Waiting, now: int, counts: Counter[str]) -> Waiting:
     for completion, round_ in zip(entry.group.completions, entry.due, strict=True):
         if 0 < round_ <= now:
             round_ = 0
-            if completion.grade.failure is not None:
-                counts[f"ungraded/{completion.grade.failure}"] += 1
-            if entry.round is None or completion.grade.reward is None:
+            if completion.known_grade.failure is not None:
+                counts[f"ungraded/{completion.known_grade.failure}"] += 1
+            if entry.round is None or completion.known_grade.reward is None:
                 counts["rewards_too_late" if entry.round is None else "rows_without_reward"] += 1
                 continue
         completions.append(completion)

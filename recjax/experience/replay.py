@@ -54,7 +54,7 @@ class Judge(NamedTuple):
             if not completion.rows or (completion.truncated and self.task.truncated == "mask"):
                 continue
             if completion.truncated and self.task.truncated == "penalize":
-                grade = completion.grade._replace(reward=self.task.truncated_reward)
+                grade = completion.known_grade._replace(reward=self.task.truncated_reward)
                 completion = completion._replace(grade=grade)
             completions.append(completion)
         return group._replace(completions=tuple(completions))
@@ -107,8 +107,10 @@ class Judge(NamedTuple):
 
     def _parts(self, group: Group) -> dict[str, np.ndarray]:
         """The reward parts, by name; NaN for completions without the part. A part of weight 0 teaches nothing."""
-        graded_parts = [completion.grade.reward_parts or {} for completion in group.completions]
-        names = {name: None for parts in graded_parts for name in parts if self.part_weights.get(name, 1.0) != 0}
+        graded_parts = [completion.known_grade.reward_parts or {} for completion in group.completions]
+        names = {
+            name: None for parts in graded_parts for name in parts if (self.part_weights or {}).get(name, 1.0) != 0
+        }
         return {name: np.array([parts.get(name, np.nan) for parts in graded_parts]) for name in names}
 
     def _returns(self, group: Group) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import sqlalchemy as sql
@@ -237,7 +237,7 @@ class Store:
     def is_replaced(self) -> bool:
         """True if another file has taken the place of this store's, as SQLite would write to a file without a name."""
         return self._file is not None and not (
-            self._file.exists() and os.path.samestat(self._opened, self._file.stat())
+            self._file.exists() and os.path.samestat(cast(os.stat_result, self._opened), self._file.stat())
         )
 
     def reserve(self, server: str) -> None:
@@ -274,7 +274,7 @@ class Store:
             with self._trying("read"), self._engine.connect() as connection:
                 problem = connection.exec_driver_sql("pragma integrity_check(1)").scalar()
             if problem != "ok":
-                raise self._damaged_index(problem)
+                raise self._damaged_index(str(problem))
             return
         (row,) = self._select(sql.select(sql.func.current_setting("data_checksums")))
         if not self._said_unchecked and row[0] != "on":
@@ -441,7 +441,7 @@ class Store:
                 grades_by_number.setdefault(row.completion, {})[row.grader] = self._grade(row)
             for row in rows:
                 grades = grades_by_number.get(row.number, {})
-                grade = grades.pop(grader, None)
+                grade = None if grader is None else grades.pop(grader, None)
                 graded += grade is not None
                 yield self._record(row, grade)._replace(others=grades)
             seen += len(rows)
@@ -531,16 +531,16 @@ class Store:
         return rewards
 
     def _by_group(
-        self, wanted: sql.Select, index: sql.Alias, last: Last, columns: np.dtype
+        self, wanted: sql.Select, index: sql.FromClause, last: Last, columns: np.dtype
     ) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a query by group, ordered by their first column, and the sums of its columns beyond `columns`."""
         wanted = wanted.where(index.c.number + 0 <= last.completion)  # the index of the groups has their order
         groups = [np.zeros(0, columns)]
-        sums = 0
+        sums: Any = 0
         with self._trying("read"), self._engine.connect() as connection:
             rows = connection.execution_options(yield_per=_PAGE).execute(wanted.group_by(index.c.group_id))
             for page in map(list, rows.partitions()):
-                size = len(columns)
+                size = len(columns.names or ())
                 try:
                     groups.append(np.array([tuple(row[:size]) for row in page], columns))
                 except (ValueError, OverflowError) as error:  # a text that should be a number
@@ -627,7 +627,8 @@ class Store:
         extent = ((COMPLETIONS, last.completion), (REWARDS, last.reward))
         wanted = (sql.select(table.c.checksum).where(table.c.number == number) for table, number in extent)
         rows = [self._select(query) for query in wanted]
-        return tuple(rows_found[0].checksum.hex() if rows_found else None for rows_found in rows)
+        completion, reward = (rows_found[0].checksum.hex() if rows_found else None for rows_found in rows)
+        return completion, reward
 
     def new_rewards(self, after: int, last: Last) -> dict[int, tuple[Grade, str | None]]:
         """The given rewards after a number, each with its comment, by number of the completion.
@@ -680,7 +681,7 @@ class Store:
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(sql.exc.DBAPIError, dialect.loaded_dbapi.Error):
-                if not connection.invalidated and dialect.do_ping(connection.connection.dbapi_connection):
+                if not connection.invalidated and dialect.do_ping(cast(Any, connection.connection.dbapi_connection)):
                     return connection
             self._connection = None
             connection.invalidate()
@@ -777,7 +778,7 @@ class Store:
                 ) from error
         return last._replace(reward=last.reward + len(rows), rewards=last.rewards + len(rows))
 
-    def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[tuple]) -> None:
+    def _insert(self, connection: sql.Connection, table: sql.Table, rows: Sequence[Any]) -> None:
         # The driver gets the values unchanged; SQLAlchemy would take longer to bind them than SQLite to write them.
         statement = self._insertions[table.name]
         if not statement.positional:
@@ -796,7 +797,11 @@ class Store:
             self._trying("read"),
             contextlib.nullcontext(connection) if connection else self._engine.connect() as connection,
         ):
-            queries = [wanted] if values is None else (wanted.where(column.in_(some)) for some in _parts(values))
+            queries = (
+                [wanted]
+                if values is None
+                else (wanted.where(cast(sql.Column, column).in_(some)) for some in _parts(values))
+            )
             return [row for query in queries for row in connection.execute(query).all()]
 
     # --- From rows to records.

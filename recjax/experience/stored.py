@@ -38,9 +38,12 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     Raises:
         UserError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
     """
-    mix = config.experience.mix
+    experience = config.experience
+    assert experience is not None
+    mix = experience.mix
     rollout = config.rollout
-    key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", config.experience.store)
+    key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", experience.store)
+    assert store is not None
 
     def of_this_run(group: Group, _: np.ndarray) -> Group:
         # Staleness counts this run's updates. Versions other than 0 count those of another run; and rows of a mix have
@@ -52,7 +55,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
 
     try:
         everything = load_groups(store, policy)
-        if config.experience.regrade:
+        if experience.regrade:
             everything = everything.graded(None)
         pending = everything.sizes - everything.rewarded
         waiting = everything.chosen(pending > 0)
@@ -83,13 +86,13 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     except UserError as error:
         raise UserError(key, str(error), value=store) from error
     algorithm = config.algorithm.build()
-    check_logprobs(whole, algorithm, rollout.sampling(), config.experience.missing_logprobs)
+    check_logprobs(whole, algorithm, rollout.sampling(), experience.missing_logprobs)
     if algorithm.score_centering and not mix:
         check_top_tokens(whole)
     logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
     skipped = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
     skipped |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
-    if not config.experience.regrade:
+    if not experience.regrade:
         _warn_of_little_to_compare(store, whole, config)
         lacking = whole.store.rewards_without_parts() if algorithm.reads("reward_parts") else 0
         if lacking:
@@ -112,7 +115,10 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
     Raises:
         UserError: too few groups have a reward.
     """
-    store = config.experience.store or config.experience.mix.store
+    experience = config.experience
+    assert experience is not None
+    store = experience.store if experience.mix is None else experience.mix.store
+    assert store is not None
     groups = stored.groups.graded(grader)
     if without := int(stored.groups.sizes.sum() - groups.sizes.sum()):
         logger.warning("%s: skipped %d completions, to which the reward function gave no reward", store, without)
@@ -141,7 +147,8 @@ def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config)
     """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards."""
     sizes = groups.sizes
     ranges = groups.store.reward_ranges(groups.grader)
-    joined = config.experience.mix and config.experience.mix.of == "group"
+    mix = config.experience and config.experience.mix
+    joined = mix and mix.of == "group"
     alone = int((sizes == 1).sum())
     if alone and not joined and config.algorithm.ignores_singletons():
         logger.warning(
@@ -164,17 +171,19 @@ def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config)
 def warn_of_other_weights(groups: Sequence[Group], task: TaskConfig, reward: Reward | MixedReward) -> None:
     """Warns if a recorded reward is not the sum of its parts with the weights of this run, which do not change it."""
     for completion in groups[0].completions:
-        grade = completion.grade
+        grade = completion.known_grade
         parts = grade.reward_parts or {}
         name = completion.metadata.get("task")
-        task_reward = reward.of.get(name) if isinstance(reward, MixedReward) else reward
+        task_reward = reward.of.get(str(name)) if isinstance(reward, MixedReward) else reward
         # Other programs' parts need not be complete, and failed completions have a reward of their own.
         if task_reward is None or LENGTH not in parts or grade.failure not in (None, "none"):
             continue
         # The task's reward or an agent has given the parts.
         choices = task_reward.weights, part_weights(task.of(name).reward_weights)
+        assert grade.reward is not None
+        recorded = grade.reward
         totals = [sum(weights.get(part_name, 1.0) * value for part_name, value in parts.items()) for weights in choices]
-        if all(abs(total - grade.reward) > 1e-4 * max(1.0, abs(total)) for total in totals):
+        if all(abs(total - recorded) > 1e-4 * max(1.0, abs(total)) for total in totals):
             logger.warning(
                 "completion %r has the reward %g, and its parts have the sum %g with this run's task.reward_weights,"
                 " which do not change stored rewards; set experience.regrade to compute them again",
@@ -213,9 +222,11 @@ def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Comple
         task: config with `success` and `verdict`, for completions whose grade does not say whether they are accurate.
         version: policy version, counted in updates of this run; None: not known.
     """
-    accurate = row.grade.accurate
+    grade = row.known_grade
+    accurate = grade.accurate
     if accurate is None:
         own_task = task.of(row.metadata.get("task"))
-        accurate = is_accurate(row.grade.reward_parts or {}, row.grade.reward, own_task.success, own_task.verdict)
+        accurate = is_accurate(grade.reward_parts or {}, grade.reward, own_task.success, own_task.verdict)
+        assert not isinstance(accurate, np.ndarray)
     runs = row.version_runs if version == row.policy_version else ()
-    return row._replace(grade=row.grade._replace(accurate=accurate), policy_version=version, version_runs=runs)
+    return row._replace(grade=grade._replace(accurate=accurate), policy_version=version, version_runs=runs)

@@ -8,6 +8,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import tokenizers
@@ -64,11 +65,18 @@ class StoredGroups(Sequence[Group]):
         """The number of groups in the sequence."""
         return len(self.places)
 
+    @overload
+    def __getitem__(self, place: int | np.integer) -> Group: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "StoredGroups": ...
+
     def __getitem__(self, place: int | np.integer | slice) -> "Group | StoredGroups":
         """Reads a group; for a slice, returns a shorter sequence without reading any group."""
         if isinstance(place, slice):
             return self.chosen(place)
-        return self._read(self.places[[place]])[0][0]
+        one: Any = [place]
+        return self._read(self.places[one])[0][0]
 
     def __iter__(self) -> Iterator[Group]:
         """Iterates over all groups and reads them a few at a time."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class TeacherPrompts:
             UserError: the feedback function cannot be imported; or a prompt cannot be encoded, or is too long.
         """
         task = config.task
+        assert task.teacher_template is not None and task.teacher_tokens is not None
         self._template = task.teacher_template
         self._names = [name for name in LESSONS if f"{{{name}}}" in task.teacher_template]
         self._room = task.teacher_tokens
@@ -67,7 +68,8 @@ class TeacherPrompts:
             graded = tuple(each for each in group.completions if each.grade and each.grade.reward is not None)
             # With the rewards that the run trains on, which `task.truncated` may change.
             seen = self._judge.seen(group._replace(completions=graded)).completions
-            best = max(seen, key=lambda each: each.grade.reward, default=None)  # the first of equal ones
+            # The first of equal ones.
+            best = max(seen, key=lambda each: cast(float, each.known_grade.reward), default=None)
             as_seen = {completion.id: completion for completion in seen}
             lessons += [self._lesson(group, as_seen.get(each.id, each), best) for each in group.completions]
         texts = [None if lesson is None else problem_text(lesson.prompt, None) for lesson in lessons]
@@ -90,9 +92,9 @@ class TeacherPrompts:
 
     def _lesson(self, group: Group, completion: Completion, best: Completion | None) -> Problem | None:
         """The teacher's prompt for a completion; None if it lacks a value that the template names."""
-        values = {"answer": group.answer, "better": None, "feedback": None}
-        reward = completion.grade and completion.grade.reward
-        if best is not None and reward is not None and best.grade.reward > reward:
+        values: dict[str, Any] = {"answer": group.answer, "better": None, "feedback": None}
+        reward = None if completion.grade is None else completion.grade.reward
+        if best is not None and reward is not None and cast(float, best.known_grade.reward) > reward:
             values["better"] = best.text
         if self._feedback is not None:
             values["feedback"] = self._feedback(group.prompt, completion.text, group.answer)

@@ -58,7 +58,7 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
             begin = space if text_of_reply and chat.startswith(prompt) and not space.strip() else ""
     # All completions of a group have the same prompt, so render each chat only once.
     to_render = {_chat_of(record): record for record in records if _lacks_prompt(record) and _is_chat(record)}
-    chats = [record.group.prompt for record in to_render.values()]
+    chats: list[Any] = [record.group.prompt for record in to_render.values()]
     variables = [chat_template_of(record) for record in to_render.values()]
     texts = render_chats(policy.tokenizer, chats, variables=variables) if to_render else []
     rendered = dict(zip(to_render, texts, strict=True))
@@ -82,7 +82,7 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
                     "remove the row, and record prompts",
                 )
             check_last_message(group.prompt, row_name)
-            text = rendered[_chat_of(record)] if _is_chat(record) else group.prompt
+            text = rendered[_chat_of(record)] if _is_chat(record) else str(group.prompt)
             if (text, _is_chat(record)) not in prompts:
                 try:
                     (ids,) = encode_prompts(policy.tokenizer, [text], rendered=_is_chat(record))

@@ -5,12 +5,20 @@ or JAX stays in recjax.tasks.grading. The public names are imported on first use
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # editors and type checkers do not call `__getattr__`
+    from recjax.grading.math_answers import explain, is_right, math_reward
 
 __all__ = ["explain", "is_right", "math_reward"]
 
 
-def __getattr__(name: str) -> object:
+def _imported(name: str) -> object:
     """Imports a public name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("recjax.grading.math_answers"), name)
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for a public one
+    __getattr__ = _imported

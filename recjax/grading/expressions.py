@@ -78,6 +78,8 @@ def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
     if wanted_tree is None or got_tree is None:
         return False
     wanted_tree = _in_factors(wanted, wanted_tree, got_tree)
+    if wanted_tree is None:
+        return False
     got_tree = _in_factors(got, got_tree, wanted_tree)
     if wanted_tree is None or got_tree is None:
         return False
@@ -215,11 +217,13 @@ def _same_period(wanted: Node, got: Node) -> bool:
         return False
     offset = difference(*(_replaced(tree, counter, number(0)) for tree in (wanted, got)))
     step = inverse(_replaced(steps[0], counter, number(0)))
-    ratios = [values.decimal(Node("mul", (_replaced(each, counter, number(0)), step))) for each in (steps[1], offset)]
-    if None in ratios:
+    size_ratio, offset_ratio = (
+        values.decimal(Node("mul", (_replaced(each, counter, number(0)), step))) for each in (steps[1], offset)
+    )
+    if size_ratio is None or offset_ratio is None:
         return False
     tiny = Fraction(1, 10**30)
-    return abs(abs(ratios[0]) - 1) < tiny and abs(ratios[1] - round(ratios[1])) < tiny
+    return abs(abs(size_ratio) - 1) < tiny and abs(offset_ratio - round(offset_ratio)) < tiny
 
 
 def same_solutions(truths: Sequence[str], answers: Sequence[str]) -> bool:
@@ -294,9 +298,9 @@ def _in_the_same_letters(wanted: Node, got: Node) -> Node:
         letters = [each.args[1].args[0] for each in (wanted_side, got_side) if each.args[1].kind == "name"]
         if len(letters) == 2 and letters[0] not in names(got):
             return _replaced(got, letters[1], letters[0])
-    terms = [re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (wanted_side, got_side)]
-    if all(terms) and terms[0][1] == terms[1][1] and terms[0][2] not in names(got):  # a_k becomes a_n
-        return _replaced(_replaced(got, terms[1][0], terms[0][0]), terms[1][2], terms[0][2])
+    first, second = (re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (wanted_side, got_side))
+    if first and second and first[1] == second[1] and first[2] not in names(got):  # a_k becomes a_n
+        return _replaced(_replaced(got, second[1], first[1]), second[2], first[2])
     return got
 
 
@@ -345,10 +349,11 @@ def same_factors(a: Node, b: Node) -> bool:
     if not names(a) or names(a) != names(b) or contains((a, b), r"\infty") or max(map(_size, (a, b))) > _MOST_PARTS:
         return False
     try:
-        factors = [_factors(_symbolic(each)) for each in (a, b)]
+        factors_of_a = _factors(_symbolic(a))
+        factors_of_b = _factors(_symbolic(b))
     except (Unreadable, sympy.PolynomialError, NotImplementedError, ValueError):
         return False
-    return bool(factors[0]) and matched(*factors, lambda x, y: (x / y).is_number)
+    return bool(factors_of_a) and matched(factors_of_a, factors_of_b, lambda x, y: (x / y).is_number)
 
 
 def _factors(expression: sympy.Expr) -> list[sympy.Expr]:
@@ -365,7 +370,7 @@ def _size(node: Any) -> int:
     return sum(map(_size, node.args if isinstance(node, Node) else node))
 
 
-def _symbolic(node: Node) -> sympy.Expr:
+def _symbolic(node: Node) -> Any:
     if node.kind == "number":
         return sympy.Rational(node.args[0].numerator, node.args[0].denominator)
     if node.kind == "name":
@@ -405,7 +410,7 @@ def same_region(wanted: str, got: str) -> bool | None:
 def _region_of(text: str) -> tuple[set[str], sympy.Set]:
     """The unknown, in an empty set if the text names none, and the union of the regions that "or" separates."""
     unknown = set()
-    regions = []
+    regions: list[Any] = []
     for alternative in OR.split(text):
         statements = split_outside_brackets(_AND.sub(",", alternative))
         name, unequal, _ = statements[0].partition("\\neq")
@@ -423,7 +428,7 @@ def _region_of(text: str) -> tuple[set[str], sympy.Set]:
     return unknown, sympy.Union(*regions)
 
 
-def _region(node: Node | None) -> sympy.Set:
+def _region(node: Node | None) -> Any:
     match node:
         case Node("call", (str(brackets), low, high)) if brackets in _INTERVALS:
             low = _constant(low)
@@ -450,7 +455,7 @@ def _region(node: Node | None) -> sympy.Set:
     raise Unreadable("no region")
 
 
-def _constant(node: Node) -> sympy.Expr:
+def _constant(node: Node) -> Any:
     if names(node) or _size(node) > 10_000:
         raise Unreadable("no constant")
     return _symbolic(node)

@@ -61,7 +61,7 @@ def _with_subscript(text: str) -> str:
     """Digits with a base in words, such as "1011 base 2" or 1011_{five}, as digits with a subscript."""
     match = _BASE.fullmatch(TEXT.sub(r" \1 ", text))
     base = quantity(match["base"]) if match else None
-    return f"{match['digits']}_{{{base.value}}}" if base else text
+    return f"{match['digits']}_{{{base.value}}}" if match and base else text
 
 
 def _as_statements(truth: str, answer: str) -> bool | None:
@@ -105,6 +105,7 @@ def _as_congruence(truth: str, answer: str) -> bool | None:
     if not wanted and not (got and quantity(truth) and not got["name"]):
         return None
     if not wanted:
+        assert got is not None
         return _is_number(truth, got["values"])
     if not got:
         return _is_number(wanted["values"], answer)
@@ -116,7 +117,7 @@ def _as_congruence(truth: str, answer: str) -> bool | None:
     residues = [[quantity(value) for value in split_outside_brackets(match["values"])] for match in (wanted, got)]
     if None in residues[0] + residues[1]:
         return False
-    classes = [{number.value % modulus for number in each} for each in residues]
+    classes = [{number.value % modulus for number in each if number is not None} for each in residues]
     return classes[0] == classes[1]
 
 

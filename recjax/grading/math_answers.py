@@ -160,6 +160,7 @@ def boxed(completion: str) -> str | None:
         after = "{" + content + "}" + after[1:]
     if _short(content) is None or _PART.search(before):
         return None
+    assert content is not None
     behind = re.split(r"\$|\\[)\]]|\n", after[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
     is_blank = behind.lstrip().startswith("=")  # 7-5=2, and the box is around the 5
     prefix = "" if is_blank else _prefix(before)
@@ -173,7 +174,7 @@ def boxed(completion: str) -> str | None:
     numbers = [] if before_list else [quantity(plain(each)) for each in others]
     is_list = bool(numbers) and None not in numbers
     if is_list and first is not None:  # 0.5 or 1/2 is one number
-        is_list = not all(same_quantity(first, each) for each in numbers)
+        is_list = not all(each is not None and same_quantity(first, each) for each in numbers)
     if raised or is_list or (behind and quantity(plain(content + behind)) is not None):
         content += raised.group() if raised else behind
     if prefix:
@@ -221,7 +222,7 @@ def answer_line(completion: str) -> str | None:
     if _BOX.search(line):
         return boxed(line)
     brackets = _BRACKETS.fullmatch(line.removesuffix("."))
-    return _short(brackets[brackets.lastindex] if brackets else line)
+    return _short(brackets[brackets.lastindex or 0] if brackets else line)
 
 
 def _truth(answer: str) -> str:

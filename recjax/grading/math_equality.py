@@ -319,7 +319,7 @@ def _is_number(truth: str, number: Quantity, answer: str, finished: bool) -> boo
     if len(split_outside_brackets(answer, "=")) > 1:
         # 15/4 = 3.75 states one number several times; other chains are workings and not answers.
         values = [quantity(value) for value in split_outside_brackets(answer, "=")]
-        return None not in values and all(same_quantity(number, value) for value in values)
+        return all(value is not None and same_quantity(number, value) for value in values)
     if number.units and (got := quantity(answer, ascii_letters)) is not None:
         return same_quantity(number, got)  # 5 N is a quantity if the truth has a unit too
     if any(unit.dimensions == (("degree", 1),) for unit in number.units):
@@ -349,7 +349,7 @@ def _spread(text: str) -> Structure | None:
     r"""A text's structure; a single \pm in an item of a list, or in a whole text, makes two of it."""
     whole = structure(text)
     is_list = whole is not None and whole.is_unordered
-    items = whole.items if is_list else [text]
+    items = whole.items if whole is not None and is_list else [text]
     signed = []
     for item in items:
         parts = re.split(r"\\pm(?!od)", item)
@@ -360,7 +360,7 @@ def _spread(text: str) -> Structure | None:
         signed += [positive.strip(), negative] if len(parts) == 2 else [item]
     names = {match["name"] for item in items if (match := _NAMED.fullmatch(item))}
     if len(signed) > len(items) and len(names) < 2:
-        return Structure(whole.kind if is_list else "list", signed)
+        return Structure(whole.kind if whole is not None and is_list else "list", signed)
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
         text = text[1:].strip()  # the point P(1,2) is the pair (1,2)
     return structure(text)

@@ -42,7 +42,7 @@ huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr quad qqu
 """
 _COMMANDS |= {**dict.fromkeys(_WITHOUT_MEANING.split(), " "), "imath": " i", "jmath": " j"}
 # Unicode's tags of characters that stand for others: x², x₂, ½, full width, 𝑥, and units that are one character.
-_FORMS = dict.fromkeys("<wide> <small> <font> <compat> <noBreak> <square>".split(), "%s")
+_FORMS: dict[str, str] = dict.fromkeys("<wide> <small> <font> <compat> <noBreak> <square>".split(), "%s")
 _FORMS |= {"<super>": "^{%s}", "<sub>": "_{%s}", "<fraction>": r"\frac %s"}
 _BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~|')\s*"
 _GROUPS = rf"(?:{_BETWEEN_DIGITS}\d{{3}})+|(?:\\?_\d{{3}}){{2,}}"

@@ -108,6 +108,7 @@ def _quantity(text: str, letters: Collection[str]) -> Quantity | None:
     if re.match(r"\\text ?\{ ?(?:[-+]|minus\b|negative\b)", text):
         text = _without_text(text)  # the sign is inside \text
     match = _PREFIX.match(text)
+    assert match is not None
     if match["sign"] and match["other"]:
         return None
     sign = -1 if (match["sign"] or match["other"] or "").casefold() in ("-", "negative", "minus") else 1
@@ -150,6 +151,7 @@ def _leading_number(text: str) -> tuple[Quantity | None, str]:
         return (None, text) if value is None else (Quantity(Fraction(power[3] or 1) * value), text[power.end() :])
     fraction = next(filter(None, (pattern.match(text) for pattern in _FRACTIONS)), None)
     match = fraction or _DECIMAL.match(text)
+    assert match is not None
     if match.group() in ("", ".") or len(match.group()) > _MOST_DIGITS:
         return None, text
     if fraction:

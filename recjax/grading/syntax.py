@@ -474,7 +474,11 @@ class _Reader:
         else:
             factors = [self.power()]
             if self.tokens[self.position - 1] not in (")", "|"):
-                while self.starts_factor() and self.token not in ("(", "[", "|") and self.token[1:] not in FUNCTIONS:
+                while (
+                    self.starts_factor()
+                    and self.token not in ("(", "[", "|")
+                    and (self.token or "")[1:] not in FUNCTIONS
+                ):
                     factors.append(self.power())
             node = Node("call", (name, factors[0] if len(factors) == 1 else Node("mul", tuple(factors))))
         if base is not None:
@@ -542,12 +546,14 @@ def _case(row: list[str]) -> tuple[Node, Node]:
     """
     cells = row if len(row) > 1 else split_outside_brackets(row[0])
     value, condition = (_IF.sub("", cell.strip()).strip() for cell in cells)
-    case = (parse_math(value), number(1) if _OTHERWISE.fullmatch(condition) else parse_math(condition))
-    if None in case or case[0].kind == "relation":
+    tree = parse_math(value)
+    condition_tree = number(1) if _OTHERWISE.fullmatch(condition) else parse_math(condition)
+    if tree is None or condition_tree is None or tree.kind == "relation":
         raise Unreadable("cases")
-    if case[1] != number(1) and not (case[1].kind == "relation" and _COMPARISONS.issuperset(case[1].args[0])):
+    has_comparison = condition_tree.kind == "relation" and _COMPARISONS.issuperset(condition_tree.args[0])
+    if condition_tree != number(1) and not has_comparison:
         raise Unreadable("cases")
-    return case
+    return tree, condition_tree
 
 
 def _order(node: Node) -> str:

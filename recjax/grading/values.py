@@ -91,6 +91,8 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
         elif not contains((a, b), "^-1") or capitals != unknown or len(capitals) == 1:
             capitals = set()
         matrices = dict.fromkeys(capitals, False)
+    evaluation = _Evaluation({}, is_complex)
+    wanted = got = None
     points = _Points(a, b, matrices, is_complex)
     for index, point in enumerate(points):
         for digits in (_DIGITS, _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
@@ -171,7 +173,9 @@ def decimal(node: Node) -> Fraction | None:
         value = _Evaluation({}, False).defined(node)
         if value is None or isinstance(value, Fraction):
             return value
-        return Fraction(mpmath.nstr(value, 45)) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
+        return (
+            Fraction(str(mpmath.nstr(value, 45))) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
+        )
 
 
 # --- Points.
@@ -612,7 +616,7 @@ class _Evaluation:
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
         """A pseudo-random number that stands for an unknown function's value; equal for equal arguments."""
         texts = [
-            str(value) if isinstance(value, Fraction) and _bits(value) > 80 else mpmath.nstr(floating(value), 25)
+            str(value) if isinstance(value, Fraction) and _bits(value) > 80 else str(mpmath.nstr(floating(value), 25))
             for value in values
         ]
         draw = random.Random(zlib.crc32(f"{name} {sorted(texts) if name in _UNORDERED else texts}".encode()))

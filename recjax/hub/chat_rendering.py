@@ -163,12 +163,13 @@ def _rendered(
 
     class Stopped(datetime):
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
+        def now(cls, tz: Any = None) -> Any:
+            assert date is not None
             return datetime.fromisoformat(date)
 
     # transformers reads the clock itself; the replacement exists only in this worker process.
     chat_template_utils.datetime = datetime if date is None else Stopped
-    tokenizer = PreTrainedTokenizerBase(chat_template=template)
+    tokenizer: Any = PreTrainedTokenizerBase(chat_template=template)
     texts = []
     for chat, options in requests:
         try:
@@ -212,11 +213,12 @@ def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
         if not objects:
             raise
         text = None
-        printed = [None]
+        printed: list[Any] = [None]
     if printed:
         text_of_json = template([_with_arguments(message, as_text) for message in chat])
-        text = text_of_json if text is None or any(notation not in text_of_json for notation in printed) else text
-    return text
+        if text is None or any(notation not in text_of_json for notation in printed):
+            text = text_of_json
+    return str(text)
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,8 @@ def write_adapters(
     """
     written = json.loads((Path(base) / "config.json").read_text(encoding="utf-8-sig"))
     is_multimodal = written.get("model_type") in CONTAINERS
+    lora = config.lora
+    assert lora is not None
     plain = dataclasses.replace(config, lora=None)
     leaves = flatten(jax.device_get(params))
     names = tensor_names(plain)
@@ -178,18 +181,19 @@ def write_adapters(
             "export the merged model instead",
         )
     if adapts_experts:
-        targets = dict.fromkeys([*config.lora.targets, "gate", "up", "down"])
-        config = dataclasses.replace(config, lora=config.lora._replace(targets=tuple(targets)))
+        targets = dict.fromkeys([*lora.targets, "gate", "up", "down"])
+        lora = lora._replace(targets=tuple(targets))
+        config = dataclasses.replace(config, lora=lora)
         leaves = {path: np.zeros(x.shape, x.dtype) for path, x in flatten(abstract_params(config)).items()} | leaves
     parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module in the base and their index in the stack
-    for path in (path for target in config.lora.targets for path in names if path.endswith(f"/{target}/kernel")):
+    for path in (path for target in lora.targets for path in names if path.endswith(f"/{target}/kernel")):
         for index, name in enumerate(names[path]):
             module = name.removesuffix(".weight")
             module = module.replace("model.", TEXT_MODULES, 1) if is_multimodal else module
             parts.setdefault((module, index), []).append(path.removesuffix("/kernel"))
     tensors = {}
     ranks = {}
-    rank = config.lora.rank
+    rank = lora.rank
 
     def factor(kernel: str, side: str, index: int) -> np.ndarray:
         stack = leaves[f"{kernel}_lora_{side}/kernel"]  # of layers, or of layers and experts
@@ -209,16 +213,18 @@ def write_adapters(
         tensors[f"base_model.model.{module}.lora_B.weight"] = np.ascontiguousarray(b[0])
     other_ranks = {module: joint for module, joint in ranks.items() if joint != rank}
     write_tensors(folder / "adapter_model.safetensors", tensors)
+    lora = config.lora
+    assert lora is not None
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": hub_name or str(base),
-        "r": config.lora.rank,
-        "lora_alpha": config.lora.alpha,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
         # The last part of a name may also be that of a vision tower's module.
         "target_modules": [module for module, _ in parts] if is_multimodal else list(ranks),
         "rank_pattern": other_ranks,
-        "alpha_pattern": {module: config.lora.alpha * joint / rank for module, joint in other_ranks.items()},
+        "alpha_pattern": {module: lora.alpha * joint / rank for module, joint in other_ranks.items()},
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -237,7 +243,7 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
         raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
     # Views of the parameters in Hugging Face layout; a fused tensor has several, with their places among its rows.
     for path, names in table.items():
-        views = leaves[path] if path.startswith("layers/") else [leaves[path]]
+        views: Any = leaves[path] if path.startswith("layers/") else [leaves[path]]
         if len(names) > len(views):  # a tensor for each expert of each layer
             views = views.reshape(len(names), *views.shape[2:])
         for name, view in zip(names, views, strict=True):

@@ -1,7 +1,7 @@
 """Model families: turns a config.json into decoder options and refuses settings that the decoder does not support."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recjax.errors import UserError
 from recjax.models.decoder_config import DecoderConfig, DeltaNet, ExpertOptions
@@ -16,8 +16,8 @@ class Family(NamedTuple):
     """
 
     read: tuple[str, ...] = ()
-    fixed: dict[str, object] = {}
-    options: dict[str, object] = {}
+    fixed: dict[str, Any] = {}
+    options: dict[str, Any] = {}
 
 
 SILU = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -480,7 +480,7 @@ def _rope_scaling(rope: dict, fields: dict) -> RopeScaling | None:
     if kind == "default":
         return None
     rope = {name: value for name, value in rope.items() if value is not None}
-    values = {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True} | rope
+    values: dict[str, Any] = {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True} | rope
     if kind == "yarn" and "factor" not in values and "original_max_position_embeddings" in values:
         longest = fields.get("max_position_embeddings")
         if isinstance(longest, int) and longest > 0:
@@ -490,7 +490,8 @@ def _rope_scaling(rope: dict, fields: dict) -> RopeScaling | None:
         raise UserError(
             f"rope_parameters.{missing[0]}", f"has no value, which rope_type {kind!r} needs", "correct config.json"
         )
-    scaling = RopeScaling(kind, *(float(values[name]) for name in SCALINGS[kind]))
+    numbers: Any = [float(values[name]) for name in SCALINGS[kind]]
+    scaling = RopeScaling(kind, *numbers)
     if kind != "yarn":
         return scaling
 

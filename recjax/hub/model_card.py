@@ -50,7 +50,8 @@ def model_card(
     rollout = config.rollout
     path = config.model.path
     try:
-        base_license = ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.license
+        data: Any = ModelCard.load(base / "README.md", ignore_metadata_errors=True).data
+        base_license = data.license
     except (OSError, ValueError):
         base_license = None
     data = ModelCardData(

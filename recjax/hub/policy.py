@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ def load_params(config: Config, decoder_config: DecoderConfig) -> dict:
     if config.model.path:
         params = load_pretrained(config.model.path)[1]
         if config.model.merge_adapter:
+            assert config.model.adapter is not None
             lora, adapters = load_adapter(config.model.adapter, decoder_config)
             params = merged(adapted(decoder_config, lora), combine(params, put_params(adapters)))
         return params
@@ -75,6 +76,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
                 date,
             )
     else:
+        assert config.model.decoder is not None
         tokenizer = character_tokenizer(config.model.decoder.characters or characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
     dtype = compute_dtype(config.model.dtype)
@@ -139,7 +141,7 @@ def cpu_has_bfloat16() -> bool:
 
 def kernel_options(
     model: ModelConfig, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device | None = None
-) -> dict[str, str | bool]:
+) -> dict[str, Any]:
     """The options of a `Decoder` that choose its kernels.
 
     Args:

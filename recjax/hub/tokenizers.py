@@ -7,9 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import numpy as np
@@ -26,7 +27,8 @@ from recjax.hub.chat_rendering import CHAT_DATE, turn_end
 # nothing of torch. In a command, and in a program that imports neither before `recjax.run`, transformers looks for
 # torch here and finds none: None stands for a module that cannot be imported. Code of users can import torch all the
 # same; USE_TORCH=1 is for agents and programs that run transformers' models.
-if HIDES_TORCH and os.environ.get("USE_TORCH") != "1" and sys.modules.setdefault("torch", None) is None:
+_modules: dict[str, Any] = sys.modules
+if HIDES_TORCH and os.environ.get("USE_TORCH") != "1" and _modules.setdefault("torch", None) is None:
     transformers.utils.is_torch_available.cache_clear()
     transformers.utils.is_torch_available()
     del sys.modules["torch"]
@@ -243,20 +245,21 @@ def listed_eos(folder: Path) -> list[int]:
 @functools.lru_cache(maxsize=2**18)
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """The UTF-8 bytes that a token adds to a text; one character may need several tokens."""
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
     if "\ufffd" not in text:
         if token in tokenizer.all_special_ids:
             return text.encode()
         # Decode the token twice, because some tokenizers drop the space before the first token.
-        return tokenizer.decode([token, token], clean_up_tokenization_spaces=False)[len(text) :].encode()
-    name = tokenizer.convert_ids_to_tokens(token) or ""
+        twice = str(tokenizer.decode([token, token], clean_up_tokenization_spaces=False))
+        return twice[len(text) :].encode()
+    name = str(tokenizer.convert_ids_to_tokens(token) or "")
     if number := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
         return bytes.fromhex(number[1])
     # In the names of byte-level tokens, most characters stand for the byte of their own code.
     characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     plain = [ord(character) for character in characters if ord(character) < 256]
     known = dict(zip(characters, [*plain, *sorted({*range(256)} - {*plain})], strict=True))
-    return bytes(map(known.get, name)) if known.keys() >= {*name} else text.encode()
+    return bytes(known[character] for character in name) if known.keys() >= {*name} else text.encode()
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
@@ -280,7 +283,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, text_name: str, speci
     with _explained(tokenizer, f"{text_name} {text[:200]!r}", "has text outside the tokenizer's vocabulary", text):
         if backend and len(text) > LONG_TEXT:  # `encode` holds Python's global lock, and `encode_batch` does not
             return backend.encode_batch([text], add_special_tokens=special)[0].ids
-        encoded = (backend or tokenizer).encode(text, add_special_tokens=special)
+        encoded: Any = (backend or tokenizer).encode(text, add_special_tokens=special)
         return getattr(encoded, "ids", encoded)
 
 
@@ -361,8 +364,11 @@ def decode_each_after(
         for earlier in before
     ]
     alone = [ids.tolist() for ids, is_alone in zip(tokens, are_alone, strict=True) if is_alone]
-    with _explained(tokenizer, f"text of {sum(map(len, alone))} tokens", "cannot be decoded"):
-        texts = iter(backend.decode_batch(alone, skip_special_tokens=False) if alone else ())
+    texts = iter(())
+    if alone:
+        assert backend is not None
+        with _explained(tokenizer, f"text of {sum(map(len, alone))} tokens", "cannot be decoded"):
+            texts = iter(backend.decode_batch(alone, skip_special_tokens=False))
     decoded = []
     for earlier, ids, is_alone in zip(before, tokens, are_alone, strict=True):
         text = next(texts) if is_alone else "\ufffd"
@@ -438,7 +444,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     ids = np.asarray(tokens, int).tolist()
     backend = _backend(tokenizer)
     options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
-    decode = functools.partial((backend or tokenizer).decode, **options)
+    decode: Callable[..., Any] = functools.partial((backend or tokenizer).decode, **options)
     with _explained(tokenizer, f"text of {len(ids)} tokens", "cannot be decoded"):
         text = decode(ids)
         # Some tokenizers decode none of several adjacent characters if the last one is incomplete.

@@ -46,7 +46,7 @@ _ADAPTER_FIELDS = {
     *("task_type", "auto_mapping", "inference_mode", "lora_dropout", "peft_version", "megatron_core"),
     *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
 }
-_ADAPTER_FIXED = {"peft_type": ("LORA",), "bias": ("none",)}
+_ADAPTER_FIXED: dict[str, tuple] = {"peft_type": ("LORA",), "bias": ("none",)}
 _ADAPTER_FIXED["init_lora_weights"] = (True, False, "gaussian", "orthogonal", "eva")  # other values change the base
 
 # Decoder module or parameter → Hugging Face's. Each decoder has only some. Hugging Face stores kernels as [out, in].
@@ -286,7 +286,8 @@ def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
     A model without its head, as transformers' AutoModel saves it, has names without `model.`.
     """
     if written.get("model_type") in CONTAINERS:
-        return {text_name(name): name for name in stored if text_name(name) is not None}
+        text_names = {name: text_name(name) for name in stored}
+        return {found: name for name, found in text_names.items() if found is not None}
     has_prefix = any(name.startswith("model.") for name in stored)
     parts = () if has_prefix else ("embed_tokens.", "layers.", "norm.")
     read = [name for name in stored if not name.startswith(FURTHER_TOKENS)]
@@ -400,6 +401,7 @@ def fused_rows(config: DecoderConfig) -> dict[str, FusedRows]:
             parts |= dict(zip(modules, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
     if _fuses_delta(config):
         net = config.delta
+        assert net is not None
         values = net.value_heads // net.key_heads * net.value_dim  # units of one key head
         by_head = np.arange(net.channels + net.value_heads * net.value_dim).reshape(net.key_heads, -1)
         *inputs, gate = np.split(by_head, np.cumsum([net.key_dim, net.key_dim, values]), axis=1)
@@ -454,16 +456,17 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
             shape = leaf.shape[layered + of_experts :]
 
             def tensor(name):
+                file, opened, full = sources[name]
                 stored_shape = shape[::-1] if transposed else shape
                 if path in fused:
                     rows, count = fused[path]
                     start = rows.min()
                     # The rows lie in this range, with other kernels' rows between them in a delta net.
                     index = slice(start, rows.max() + 1)
-                    values = _read(*sources[name], (count, *stored_shape[1:]), index)[rows - start]
+                    values = _read(file, opened, full, (count, *stored_shape[1:]), index)[rows - start]
                 else:
                     whole_shape, index = cuts.get(name, (stored_shape, None))
-                    values = _read(*sources[name], whole_shape, index).reshape(stored_shape)
+                    values = _read(file, opened, full, whole_shape, index).reshape(stored_shape)
                 return values.T if transposed else values
 
             if not layered:
@@ -489,6 +492,7 @@ def _split_joint_experts(sources: dict[str, tuple], config: DecoderConfig) -> di
     Returns:
         Shape of the whole tensor, and index of the expert's part, by the name of the expert's tensor.
     """
+    assert config.experts is not None
     count = config.experts.count
     module = config.experts.module
     width = config.intermediate_size
@@ -577,8 +581,8 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
 
     usual_scale = fields["lora_alpha"] / divisor(fields["r"])
     with _opened(file) as opened:
-        adapter_names = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
-        stored = {
+        adapter_names: dict[Any, str] = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
+        stored: dict[str, np.ndarray] = {
             name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape())).astype(np.float32)
             for name, full in adapter_names.items()
         }
@@ -632,6 +636,7 @@ def _adapter_params(config: DecoderConfig, parts: dict[tuple[str, int], tuple[np
     """The parameters of adapters, zero where `parts`, A and B by kernel and index in its stack, has none."""
     shapes = flatten(abstract_params(config))
     params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if is_adapter(name)}
+    assert config.lora is not None
     for (kernel, index), (a, b) in parts.items():
         if kernel.split("/")[-2] in config.lora.targets:
             stacks = (params[kernel.replace("/kernel", f"_lora_{side}/kernel")] for side in "ab")
@@ -647,6 +652,7 @@ def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderC
     Returns:
         The name of PEFT's parameter, by the name of the projection's module.
     """
+    assert config.experts is not None
     count = config.experts.count
     module = config.experts.module
     ends = {str(parameter).split(".")[-1] for parameter in fields.get("target_parameters") or ()}
@@ -676,7 +682,7 @@ def _zeros(shape: tuple[int, ...], axes: tuple[Axes, ...]) -> Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _with_layer(stacked: Array, layer: ArrayLike, tensor: ArrayLike, axes: tuple[Axes, ...]) -> Array:
+def _with_layer(stacked: Array, layer: ArrayLike, tensor: Any, axes: tuple[Axes, ...]) -> Array:
     return constrain(jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, 0), *axes)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def plain_attention(
         scores.append(score.reshape(batch, heads, time, -1))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
 
-    mixed = 0.0
+    mixed: Any = 0.0
     start = 0
     for _, values, _ in segments:
         length = values.shape[2]
@@ -182,16 +183,17 @@ def _cudnn_of_parts(queries: Array, pairs: list, ids: tuple[Array, ...], scale: 
     """
     lengths = ids[-1].sum(-1, dtype=jnp.int32)
     if len(pairs) == 1:
-        return cudnn_attention(queries, *pairs[0], scale, lengths=jnp.maximum(lengths, 1))
+        keys, values = pairs[0]
+        return cudnn_attention(queries, keys, values, scale, lengths=jnp.maximum(lengths, 1))
     batch, time = ids[-1].shape
     starts = jnp.repeat(ids[0].sum(-1, dtype=jnp.int32), batch // len(ids[0]))
     put = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
     empty = jnp.zeros((*queries.shape[:2], ids[0].shape[1], queries.shape[3]), queries.dtype)
-    rows = [
+    padded, keys, values = (
         put(jnp.concatenate([prompt, jnp.zeros_like(completion)], axis=2), completion, starts)
         for prompt, completion in ((empty, queries), *_with_prompts(pairs))
-    ]
-    mixed = cudnn_attention(*rows, scale, lengths=jnp.maximum(starts + lengths, 1))
+    )
+    mixed = cudnn_attention(padded, keys, values, scale, lengths=jnp.maximum(starts + lengths, 1))
     return jax.vmap(functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=time, axis=1))(mixed, starts)
 
 
@@ -300,11 +302,12 @@ def splash_attention(
     shape = padded[0].shape[2], padded[1].shape[2]
     block = next(size for size in (512, 256, LANES) if not any(length % size for length in shape))
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    kernel = splash_attention_kernel.make_splash_mha(
+    sizes: Any = {f"block_{name}": block for name in names}
+    kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask(
             [splash_attention_mask.CausalMask(shape, offset=earlier)] * queries.shape[1]
         ),
-        block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": block for name in names}),
+        block_sizes=splash_attention_kernel.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=cap,
@@ -322,16 +325,16 @@ def _splash_of_parts(queries: Array, pairs: list, ids: tuple[Array, ...], scale:
     Splash attention masks padding anywhere, so that no token moves and the prompt has no queries.
     """
     if len(pairs) == 1:
-        keys_values = pairs[0]
+        keys, values = pairs[0]
         tokens = ids[0]
     else:
-        keys_values = [
+        keys, values = (
             jnp.concatenate([_lengthened(prompt, 2, LANES), completion], axis=2)
             for prompt, completion in _with_prompts(pairs)
-        ]
+        )
         of_prompts = jnp.repeat(_lengthened(ids[0], 1, LANES), len(ids[1]) // len(ids[0]), axis=0)
         tokens = jnp.concatenate([of_prompts, ids[1]], axis=1)
-    return splash_attention(queries, *keys_values, tokens.astype(jnp.int32), scale, cap)
+    return splash_attention(queries, keys, values, tokens.astype(jnp.int32), scale, cap)
 
 
 def _on_each_device(of_parts: Callable, queries: Array, segments: list, ids: tuple[Array, ...]) -> Array:

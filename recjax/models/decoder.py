@@ -1,7 +1,7 @@
 """One decoder for Llama and its relatives: RMSNorm, rotary positions, attention or delta nets, gated MLP."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -82,6 +82,10 @@ class Decoder(nn.Module):
     cache_dtype: DTypeLike | None = None
     replays_routing: bool = False
     joined_projections: bool = False
+
+    if TYPE_CHECKING:  # flax makes modules hashable
+
+        def __hash__(self) -> int: ...
 
     def __call__(
         self,
@@ -216,6 +220,7 @@ class Decoder(nn.Module):
             windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
         experts = None
         if any(tokens.experts is not None for tokens in parts):
+            assert config.experts is not None
             of_token = config.num_layers, config.experts.per_token
             recorded = [
                 jnp.full((*tokens.ids.shape, *of_token), NO_RECORD) if tokens.experts is None else tokens.experts
@@ -251,7 +256,7 @@ class Decoder(nn.Module):
         is_uniform = config.period == 1
         if not is_uniform:  # options of each period's layers
             per_layer = jax.tree.map(lambda x: x.reshape(-1, config.period, *x.shape[1:]), per_layer)
-        layers = nn.scan(
+        layers: Any = nn.scan(
             block if is_uniform else Period,
             variable_axes={"params": 0, "routing": 0},
             split_rngs={"params": True},

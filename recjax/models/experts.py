@@ -58,6 +58,7 @@ class Experts(nn.Module):
             recorded: experts to use, with the probabilities of this router; NO_RECORD where the router chooses.
         """
         options = self.config.experts
+        assert options is not None
         router = nn.Dense(options.count, False, jnp.float32, precision="highest", name="router")
         probabilities = jax.nn.softmax(router(x.astype(jnp.float32)), axis=-1)
         chosen = jax.lax.top_k(probabilities, options.per_token)[1]

@@ -176,6 +176,7 @@ class Block(nn.Module):
             "value": key_units,
         }
         query, key, value = self._projections(x, features, config.qkv_bias)
+        gate = None
         if config.gated_attention:
             query_and_gate = query.reshape(-1, config.num_heads, 2, config.head_dim)
             query, gate = (query_and_gate[:, :, half].reshape(-1, query_units) for half in (0, 1))
@@ -197,6 +198,7 @@ class Block(nn.Module):
             outputs.append(self._attended(query, turns, sources, section, layer.windows, write_at is not None))
         mixed = joined(outputs, _shapes(sections))
         if config.gated_attention:
+            assert gate is not None
             mixed = (mixed * nn.sigmoid(gate.astype(jnp.float32))).astype(self.dtype)
         rows, _ = _stream_axes_of(sections)
         return self._dense(constrain(mixed, rows, "tensor"), "output", config.hidden_size), sources[-1]
@@ -235,6 +237,7 @@ class Block(nn.Module):
     def _delta_net(self, x, state, sections):
         """The output of the delta net, and the state after the last section."""
         net = self.config.delta
+        assert net is not None
         shapes = _shapes(sections)
         features = {
             "delta_inputs": net.channels,
@@ -253,8 +256,9 @@ class Block(nn.Module):
         rate = nn.sigmoid(rate.astype(jnp.float32))
         decay = -speed * nn.softplus(decay.astype(jnp.float32) + bias)
         outputs = []
-        for section, *arrays in zip(sections, *(cut(y, shapes) for y in (inputs, rate, decay)), strict=True):
-            output, state = self._recurred(section, *arrays, kernel, state)
+        pieces = (cut(inputs, shapes), cut(rate, shapes), cut(decay, shapes))
+        for section, section_inputs, section_rate, section_decay in zip(sections, *pieces, strict=True):
+            output, state = self._recurred(section, section_inputs, section_rate, section_decay, kernel, state)
             outputs.append(output)
         plain = dataclasses.replace(self.config, norm_offset=0.0)
         mixed = RMSNorm(plain, jnp.float32, name="delta_norm")(joined(outputs, shapes))
@@ -266,6 +270,7 @@ class Block(nn.Module):
     def _recurred(self, section, inputs, rate, decay, kernel, state):
         """The recurrence over a section: outputs [batch * time, value_heads, value_dim], and the state after it."""
         net = self.config.delta
+        assert net is not None
         batch, time = section.positions.shape
         real = section.ids[-1] > 0
         if state is None:
@@ -279,8 +284,10 @@ class Block(nn.Module):
             constrain(piece.reshape(batch, time, count, -1), ROWS, None, "tensor")
             for piece, count in zip(pieces, (net.key_heads, net.key_heads, net.value_heads), strict=True)
         ]
-        steps = [jnp.where(real[..., None], step, 0.0) for step in (rate, decay)]  # padding does not change the state
-        output, recurrent = delta_rule(*heads, *steps, (section.positions == 0) & real, recurrent)
+        # Padding does not change the state.
+        rate, decay = (jnp.where(real[..., None], step, 0.0) for step in (rate, decay))
+        queries, keys, values = heads
+        output, recurrent = delta_rule(queries, keys, values, rate, decay, (section.positions == 0) & real, recurrent)
         return output.reshape(batch * time, net.value_heads, net.value_dim), DeltaState(recurrent, window)
 
     # --- MLP.
@@ -307,7 +314,7 @@ class Block(nn.Module):
         return mixed + share * mlp(options.shared_size, "shared_")
 
 
-def _shapes(sections: Sequence[Section]) -> list[tuple[int, int]]:
+def _shapes(sections: Sequence[Section]) -> list[tuple[int, ...]]:
     return [section.positions.shape for section in sections]
 
 
@@ -366,7 +373,7 @@ def run_layers(
     return hidden, (*zip(*new_pairs, strict=True), *([tuple(new_states)] if new_states else []))
 
 
-def cut(x: Array, shapes: list[tuple[int, int]]) -> list[Array]:
+def cut(x: Array, shapes: list[tuple[int, ...]]) -> list[Array]:
     """The sections of a stream, each [batch, time, ...]; a device holds whole rows of the first section."""
     rows = shapes[0][0]
     sizes = [batch * time // rows for batch, time in shapes]
@@ -374,7 +381,7 @@ def cut(x: Array, shapes: list[tuple[int, int]]) -> list[Array]:
     return [piece.reshape(*shape, *x.shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def joined(arrays: list[Array], shapes: list[tuple[int, int]]) -> Array:
+def joined(arrays: list[Array], shapes: list[tuple[int, ...]]) -> Array:
     """The stream of sections that are [batch * time, ...] each; the inverse of `cut`."""
     rows = shapes[0][0]
     trailing = arrays[0].shape[1:]

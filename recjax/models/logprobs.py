@@ -291,7 +291,10 @@ def completion_logprobs(
     hidden, sown = before(decoder, params, recorded, prompts, prompt_mask)
     arguments = hidden, completions, sampling, chunk, recorded, compared, theirs
     values = chunked_logprobs(decoder.config, params, *arguments)
-    return (*values, load_of(sown, decoder.config.experts.per_token)) if load else values
+    if not load:
+        return values
+    assert decoder.config.experts is not None
+    return (*values, load_of(sown, decoder.config.experts.per_token))
 
 
 def _recorded_experts(decoder: Decoder, recorded: Mapping[str, Array]) -> Int[Array, "rows time layers k"] | None:
@@ -335,4 +338,7 @@ def packed_logprobs(
     hidden, sown = before(decoder, params, recorded)
     arguments = hidden, targets, sampling, chunk, recorded, compared, theirs
     values = chunked_logprobs(decoder.config, params, *arguments)
-    return (*values, load_of(sown, decoder.config.experts.per_token)) if load else values
+    if not load:
+        return values
+    assert decoder.config.experts is not None
+    return (*values, load_of(sown, decoder.config.experts.per_token))

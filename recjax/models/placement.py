@@ -190,7 +190,7 @@ def params_on_host(tree: Any) -> Any:
 _whole = jax.jit(functools.partial(jax.tree.map, constrain))
 
 
-def laid_out(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes) -> jax.ShapeDtypeStruct:
+def laid_out(mesh: AnyMesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes) -> jax.ShapeDtypeStruct:
     """The shape and sharding of an array on a mesh, for programs that are compiled and not run.
 
     Args:

@@ -73,7 +73,7 @@ class Rotary(NamedTuple):
     """
 
     frequencies: Float[np.ndarray | Array, "*layers half"]
-    factor: Float[np.ndarray | Array, "*layers"] | None = None
+    factor: Float[np.ndarray | Array, "*layers"] | np.floating | None = None
 
 
 def turns_of(positions: Int[Array, "batch time"], rotary: Rotary) -> tuple[Array, Array]:

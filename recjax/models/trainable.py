@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
-from jax.typing import ArrayLike
 
 from recjax.errors import UserError
 from recjax.models.decoder import Decoder, abstract_params
@@ -68,6 +67,7 @@ def with_adapters(decoder: Decoder, params: dict, config: Adapters, key: jax.Arr
 def merged(config: DecoderConfig, params: dict) -> dict:
     """Parameters of the same policy without adapters: each kernel with its adapters' product added."""
     leaves = flatten(params)
+    assert config.lora is not None
     scale = config.lora.alpha / config.lora.rank
     base_leaves = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
     for path in leaves:
@@ -112,7 +112,7 @@ def in_compute_dtype(decoder: Decoder, params: dict, copy: bool) -> dict:
         copy: return new arrays, which a donated update of `params` cannot overwrite.
     """
 
-    def cast(path: str, leaf: ArrayLike) -> jax.Array:
+    def cast(path: str, leaf: Any) -> jax.Array:
         exact = path.endswith(("/scale", "/delta_log_speed", "/delta_bias", "/router/kernel"))
         return jnp.array(leaf, leaf.dtype if exact else decoder.dtype, copy=copy)
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 from rich.console import Console
 from rich.table import Table
 
@@ -79,7 +78,7 @@ class DryRun(NamedTuple):
     activations: Mapping[str, int] = MappingProxyType({})
     checkpoint_bytes: int | None = None
     staleness: Sequence[int] = ()
-    mesh: AbstractMesh | None = None
+    mesh: AnyMesh | None = None
 
 
 def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
@@ -98,8 +97,9 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
         warn_of_context(config, prompt_tokens or 0)
         mesh = make_mesh(config.mesh, devices.count) if devices else make_mesh(MeshConfig(), 1)
         check_fits(mesh, model.decoder.config)
-        sizes = prompt_tokens, mesh, devices and devices.usable, tuple(REMAT), devices and devices.platform
-        memory, activations = memory_items(config, model, *sizes)
+        usable = devices.usable if devices else None
+        platform = devices.platform if devices else None
+        memory, activations = memory_items(config, model, prompt_tokens, mesh, usable, tuple(REMAT), platform)
         if not prompt_tokens:
             notes.append("memory of sampling and of the update; set rollout.max_prompt_tokens")
         result = result._replace(
@@ -172,7 +172,7 @@ def sampling_items(
     prompts = config.rollout.prompts_per_step
     rows = prompts * most_completions(config)
     longest = config.rollout.max_completion_tokens
-    size = decoder.dtype.itemsize
+    size = jnp.dtype(decoder.dtype).itemsize
     name, weights = sampled_from(config, model)
     cast = bytes_on_device(laid_out_by_rules(mesh, weights)) if name == CAST else 0
     # Each version of frozen seats has an engine of its own.
@@ -219,11 +219,12 @@ def update_items(
         rows = -(-rows // shards)
         tokens = rows * time
         contents = f"{rows} packed rows × {time} tokens"
-        inputs = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 4
+        inputs: list[Any] = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 4
     else:
         parts = config.micro_batches(shape.positions, shards) * shards
         shape = shape._replace(prompts=-(-shape.prompts // parts))
         batch = batch_arrays(shape)
+        assert shape.group is not None
         rows = shape.prompts * shape.group
         tokens = rows * shape.time
         contents = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
@@ -254,9 +255,7 @@ def update_items(
     return items, {remat: activations[remat] for remat in remats}
 
 
-def _activations(
-    config: Config, model: Model, inputs: list[jax.ShapeDtypeStruct], remat: str, logprobs_of: Callable
-) -> int:
+def _activations(config: Config, model: Model, inputs: list[Any], remat: str, logprobs_of: Callable) -> int:
     """Bytes that a micro-batch's forward pass saves for the backward pass, without the parameters themselves.
 
     They are the residuals of jax.vjp as shapes. A compiler may save somewhat more or less.
@@ -357,7 +356,7 @@ def warn_of_memory(setup: Setup) -> None:
         logger.debug("no estimate of the run's memory", exc_info=True)
         return
     phases = phase_bytes(items)
-    phase = max(phases, key=phases.get)
+    phase = max(phases, key=phases.__getitem__)
     if phases[phase] > available and hosts.is_first():
         logger.warning(
             "the %s phase needs about %.2f GiB of each device, which has %.2f GiB; if it runs out of memory, set %s;"
@@ -370,7 +369,7 @@ def warn_of_memory(setup: Setup) -> None:
 
 
 def smaller(
-    config: Config, prompt_tokens: int, mesh: AnyMesh, too_large: Iterable[str] = ("sample", "update")
+    config: Config, prompt_tokens: int | None, mesh: AnyMesh, too_large: Iterable[str] = ("sample", "update")
 ) -> list[tuple[str, str]]:
     """Overrides of the config with which phases need less memory, and their cost, the cheapest first."""
     sizes = mesh.shape
@@ -389,6 +388,7 @@ def smaller(
         prompts = config.rollout.prompts_per_step // config.training.minibatches
         budget = config.training.tokens_per_micro_batch
         shards = row_shards(mesh)
+        assert prompt_tokens is not None
         micro_batches = config.micro_batches(programs.minibatch_shape(config, prompt_tokens).positions, shards)
         fewer = range(prompts // micro_batches - 1, 0, -1)
         even = [f"micro_batch_prompts={size}" for size in fewer if prompts % size == 0 and size % shards == 0]
@@ -445,6 +445,7 @@ def _show_smaller(config: Config, result: DryRun, devices: Devices, needed: int)
 
     def memory_with(change: str) -> int:
         changed = config.replace(**dict(value.split("=") for value in change.split()))
+        assert result.model is not None
         decoder = result.model.decoder
         shape = decoder.config
         if changed.model.lora and not config.model.lora:
@@ -454,6 +455,7 @@ def _show_smaller(config: Config, result: DryRun, devices: Devices, needed: int)
         memory, _ = memory_items(changed, model, result.prompt_tokens, mesh, devices.usable, (), devices.platform)
         return max(phase_bytes(memory).values())
 
+    assert result.mesh is not None
     for change, cost in smaller(config, result.prompt_tokens, result.mesh):
         with contextlib.suppress(UserError):  # a change that other keys of this config exclude
             size = memory_with(change)
@@ -502,6 +504,7 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
         print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
     if result.memory:
+        assert result.mesh is not None and result.checkpoint_bytes is not None
         show_memory(console, result.memory, result.mesh)
         for remat, size in result.activations.items():
             if remat != config.model.remat:
@@ -519,7 +522,7 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         shown = result.staleness[: first_steps(config.regime, steps, updates)]
         mean = np.mean(result.staleness)
         highest = max(result.staleness)
-        print_line(f"staleness of steps 1 to {len(shown)}: {compact(shown)}")
+        print_line(f"staleness of steps 1 to {len(shown)}: {compact(list(shown))}")
         print_line(f"staleness of all {steps} steps: mean {mean:.2f}, highest {highest}")
     if result.task:
         problems = len(result.task.train)

@@ -66,8 +66,9 @@ class Line(NamedTuple):
 def check_config(config: Config) -> Config:
     """The config of a check: a small batch from the server, whether or not it takes weights."""
     engine = config.rollout.engine
-    sizes = {"prompts_per_step": PROMPTS, "group_size": GROUP}
+    sizes: dict[str, Any] = {"prompts_per_step": PROMPTS, "group_size": GROUP}
     # Another folder than the run's, which may be in use.
+    assert engine is not None
     folder = Path(engine.folder or Path(config.output) / "pushed") / "check"
     # Few retries, as a check that fails says why.
     limits = {"folder": str(folder), "concurrency": max(LOADS), "retries": min(engine.retries, 2)}
@@ -98,7 +99,8 @@ class EngineCheck:
         self._draws = draws
         self._version = 0
         self._dtype = jnp.dtype(opened.policy.decoder.dtype).name
-        self._sampler = EngineSampler(BatchSampler(config, opened.policy, None, None, None), {})
+        nothing: Any = None  # a check reads no problems and grades nothing
+        self._sampler = EngineSampler(BatchSampler(config, opened.policy, nothing, nothing, nothing), {})
 
     def lines(self) -> Iterator[Line]:
         """The results of all checks, in order.
@@ -196,6 +198,7 @@ class EngineCheck:
         decoder = unrolled_for_training(self._opened.policy.decoder)
         sampling = self._config.rollout.sampling()
         scored = score(decoder, params, batch, sampling, self._config.model.logprob_chunk, Layout())
+        assert batch.behavior_logprobs is not None
         sizes = np.abs(np.float64(scored) - batch.behavior_logprobs)[batch.completion_mask]
         return sizes, np.broadcast_to(np.arange(scored.shape[1]), scored.shape)[batch.completion_mask]
 
@@ -370,7 +373,9 @@ def cells_of(tokens: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
     """Observed and expected counts of tokens after a context; the last cell has all rare and all other tokens."""
     counts = Counter(token for token, _ in tokens)
     expected = {token: len(tokens) * float(np.exp(logprob)) for token, logprob in tokens}
-    cells = [(counts[token], number) for token, number in expected.items() if number >= LEAST_EXPECTED]
+    cells: list[tuple[float, float]] = [
+        (counts[token], number) for token, number in expected.items() if number >= LEAST_EXPECTED
+    ]
     remaining = len(tokens) - sum(number for _, number in cells)
     others = len(tokens) - sum(count for count, _ in cells)
     if remaining > LEAST_EXPECTED or others > LEAST_EXPECTED:

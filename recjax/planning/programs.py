@@ -124,12 +124,14 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     def tokenizer():
         if config.model.path:
             return load_tokenizer(config.model.path, config.model.chat_date)
+        assert config.model.decoder is not None
         return character_tokenizer(config.model.decoder.characters or characters([*task.train, *task.evaluation]))
 
     def shapes() -> Model:
         if config.model.path:
             shape = read_config(model_folder(config.model.path, ("config.json",)))
         else:
+            assert config.model.decoder is not None
             shape = scratch_config(config.model.decoder, len(tokenizer()))
         shape = adapted(shape, config.model.lora) if config.model.lora else shape
         options = {"replays_routing": config.rollout.record_routing}
@@ -156,6 +158,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
                 notes.append(f"whether all prompts fit rollout.max_prompt_tokens = {prompt_tokens} ({error})")
     if encoder:
         set_template_kwargs(encoder, config.model.chat_template_kwargs)
+        assert model is not None
         train, held_out = prompts_of(config, Policy(model.decoder, encoder, ()), task)
         task = task._replace(train=train.problems, evaluation=held_out.problems)
         prompt_tokens = train.tokens.shape[1]
@@ -246,7 +249,7 @@ def plan(config: Config, target: Target) -> Plan:
     if model is None or prompt_tokens is None:
         raise UserError(problem="; ".join([*missing, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
     decoder = model.decoder
-    options = kernel_options(config.model, decoder.config, decoder.dtype, target.devices[0])
+    options = kernel_options(config.model, decoder.config, jnp.dtype(decoder.dtype), target.devices[0])
     model = model._replace(decoder=decoder.clone(**options))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
@@ -294,6 +297,7 @@ def executables_of(plan: Plan, program: str) -> list[Executable]:
 
 def compile_executable(plan: Plan, executable: Executable) -> jax.stages.Compiled:
     """Compiles an executable for the plan's devices, without running it."""
+    assert isinstance(executable.mesh, Mesh)
     with jax.set_mesh(executable.mesh):
         return executable.traced.lower().compile(compiler_options=dict(plan.target.options))
 
@@ -350,6 +354,7 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None, recorded)
     arrays = with_top_tokens(arrays, config.rollout.recorded_top_k if algorithm.score_centering else 0)
     if config.task.teacher_template:
+        assert config.task.teacher_tokens is not None
         arrays = with_teacher_prompts(arrays, (), (), config.task.teacher_tokens)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
     rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
@@ -370,12 +375,13 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     params, optimizer_state, *reference, frozen = arguments.values()
     batch, layout = batch_and_layout(plan)
     is_scored_before = "score" in programs_of(config)
+    proximal: Any = laid_out(plan.mesh, batch.completions.shape, jnp.float32, ROWS) if is_scored_before else None
     context = UpdateContext(
         frozen,
         jax.eval_shape(lambda: jax.random.key(0)),
         reference_params=reference[0] if reference else None,
         teacher_params=teacher,
-        proximal_logprobs=laid_out(plan.mesh, batch.completions.shape, jnp.float32, ROWS) if is_scored_before else None,
+        proximal_logprobs=proximal,
         hyperparameters=hyperparameters_of(config, jax.ShapeDtypeStruct((), jnp.float32)),
     )
     return update.trace(

@@ -1,7 +1,7 @@
 """The programs that an engine compiles for a batch, from shapes: transfer of weights, prompts, a round of tokens."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class Executable(NamedTuple):
     """
 
     traced: jax.stages.Traced
-    mesh: Mesh
+    mesh: AnyMesh
     also_held: int
 
 
@@ -108,10 +108,12 @@ def sampling_executables(
         there = home
         for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
             if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
-                sent = mover(wanted.sharding).trace(leaf)
+                moving: Any = mover(wanted.sharding)
+                sent = moving.trace(leaf)
                 transfers.append(Executable(sent, leaf.sharding.mesh, there - bytes_on_device(leaf)))
                 there += bytes_on_device(wanted)
         weights = placed
+    assert isinstance(plan.mesh, Mesh)
     with jax.set_mesh(plan.mesh):
         sampled = _sampling_programs(config, decoder, plan, weights)
     also_held = home + plan.copied

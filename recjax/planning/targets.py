@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -232,6 +232,7 @@ def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
     """The GPUs of a topology, on as few hosts as possible, from XLA's message GpuTargetConfigProto."""
     gigabytes = ACCELERATORS[kind].gigabytes
     gpu = ACCELERATORS[kind].gpu
+    assert gpu is not None
     major, minor = gpu.capability
     message = f"""
         platform_name: "CUDA"
@@ -257,7 +258,7 @@ def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
     return _described(name, absent, platform="cuda", target_config=message, topology=shape)
 
 
-def _described(name: str, absent: str | None, **description: object) -> Sequence[jax.Device]:
+def _described(name: str, absent: str | None, **description: Any) -> Sequence[jax.Device]:
     """The devices of a description, or an error that says `absent` if their compiler is not installed."""
     try:
         if absent:

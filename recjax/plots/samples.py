@@ -23,7 +23,9 @@ def draw_evaluation(rows: pd.DataFrame, numbers: dict[str, Any], title: str, pat
         values, reach = _bars([*numbers["difficulty"].values()])
         axes.bar(range(len(labels)), values, yerr=reach, color=COLORS[0], alpha=0.75, capsize=3)
         axes.set(ylabel="accuracy (share)", ylim=(0, 1.02))
-        long = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
+        long: dict[str, Any] = (
+            {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, labels)) > 8 else {}
+        )
         axes.set_xticks(range(len(labels)), labels, parse_math=False, **long)
 
     has_verdicts = any("pass@" in name for name in numbers["metrics"])
@@ -43,13 +45,14 @@ def _bars(estimates: list[dict[str, Any]]) -> tuple[pd.Series, np.ndarray]:
 
 
 def _more_samples(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
+    chosen: dict[int, Any] = {}
     for kind, color in zip(("pass", "majority"), COLORS, strict=False):
         chosen = {int(name.partition("@")[2]): each for name, each in numbers["metrics"].items() if f"{kind}@" in name}
         values, reach = _bars(list(chosen.values()))
         axes.errorbar(list(chosen), values, reach, color=color, marker="o", capsize=3, label=f"{kind}@k")
     axes.axhline(numbers["constant_answer"]["share"], color=GREY, ls=":", label="most common answer, always")
     axes.set(xlabel="k (samples a problem)", ylabel="share of problems", ylim=(0, 1.02), xscale="log")
-    axes.set_xticks(list(chosen), list(chosen))
+    axes.set_xticks(list(chosen), list(map(str, chosen)))
     axes.set_xticks([], minor=True)
     add_legend(axes)
 
@@ -62,7 +65,9 @@ def _lengths(axes: Axes, rows: pd.DataFrame, numbers: dict[str, Any]) -> None:
     parts = {"ended": ~rows["truncated"], "ran into the limit": rows["truncated"]}
     parts = {name: rows["tokens"][chosen] for name, chosen in parts.items() if chosen.any()}
     axes.margins(y=0.25)  # room for the legend
-    axes.hist(list(parts.values()), bins, stacked=True, color=COLORS[: len(parts)], alpha=0.75, label=list(parts))
+    axes.hist(
+        list(parts.values()), bins.tolist(), stacked=True, color=COLORS[: len(parts)], alpha=0.75, label=list(parts)
+    )
     axes.set(xlabel="completion length (tokens)", ylabel="completions")
     few_ticks(axes.xaxis, 6)
     add_legend(axes)

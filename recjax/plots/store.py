@@ -44,7 +44,7 @@ def draw_store(records: Sequence[Record], title: str, path: Path) -> None:
         return 0 if completion.grade is None else 2 if has_logprobs(completion) else 1
 
     def reward_of(completion: Completion) -> float | None:
-        return completion.grade and completion.grade.reward
+        return None if completion.grade is None else completion.grade.reward
 
     spreads = [reward_spread(group) for group in groups if is_whole(group)]
     _histogram(rewards, "reward", per_source(reward_of), colors, whole=False)
@@ -74,4 +74,4 @@ def _histogram(axes: Axes, name: str, values: list[list], colors: list[str], who
     high = max(every)
     few = whole and high - low < 40
     bins = np.arange(low, high + 2) - 0.5 if few else np.linspace(min(low, 0), max(high, min(low, 0) + 1), 21)
-    axes.hist(values, bins, stacked=True, color=colors, rwidth=0.9)
+    axes.hist(values, bins.tolist(), stacked=True, color=colors, rwidth=0.9)

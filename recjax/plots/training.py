@@ -176,7 +176,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
             continue
         steps = _series(known, "step")
         around = pd.Series(_series(known, name), dtype=float).rolling(max(1, len(known) // 50), 1, center=True)
-        look = {"color": BLUE, "lw": 1.2, "marker": "o" if len(known) == 1 else ""} | options
+        look: dict[str, Any] = {"color": BLUE, "lw": 1.2, "marker": "o" if len(known) == 1 else ""} | options
         axes.fill_between(steps, around.min(), around.max(), color=look["color"], alpha=0.2, lw=0)
         axes.plot(steps, around.mean(), **look)
     last = max(1, rows[-1]["step"])
@@ -186,12 +186,14 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
         add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.5)
 
 
-def _draw_sources(axes: Axes, steps: Sequence[int], counts: pd.DataFrame) -> None:
+def _draw_sources(axes: Axes, steps: Sequence[float], counts: pd.DataFrame) -> None:
     """The share of each source in each batch, as wide as the steps up to the next batch."""
     shares = counts.div(counts.sum(axis=1), axis=0).to_numpy()
     width = steps[-1] - steps[-2] if len(steps) > 1 else 1
     edges = np.array([*steps, steps[-1] + width]) - 0.5
-    axes.stackplot(edges, np.vstack([shares, shares[-1]]).T, labels=list(counts), colors=COLORS, step="post", lw=0)
+    axes.stackplot(
+        edges, np.vstack([shares, shares[-1]]).T, labels=list(map(str, counts)), colors=COLORS, step="post", lw=0
+    )
     axes.set(
         xlabel="optimizer step",
         ylabel="rows of the batch\n(share)",
@@ -223,7 +225,7 @@ def _draw_band(axes: Axes, rows: Rows) -> None:
 def _draw_ages(axes: Axes, counts: Counter) -> None:
     """Staleness of the rows of all batches."""
     width = -(-(max(counts) - min(counts) + 1) // 40)  # optimizer steps per bar
-    shares = Counter()
+    shares: Any = Counter()
     for age, count in counts.items():
         shares[age // width * width] += count / counts.total()
     align = "edge" if width > 1 else "center"

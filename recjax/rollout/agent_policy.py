@@ -145,12 +145,16 @@ class Seats:
         Raises:
             asyncio.CancelledError: the agent has ended or reached its time limit.
         """
+        assert self.timeout is not None
         if self._ended or self.timeout.expired():
             raise asyncio.CancelledError("this agent has ended or reached its time limit")
         task = asyncio.current_task()
+        assert task is not None
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            self._left = self.timeout.when() - loop.time()
+            deadline = self.timeout.when()
+            assert deadline is not None
+            self._left = deadline - loop.time()
             self.timeout.reschedule(None)
         self._waiting.add(task)
         try:
@@ -286,6 +290,7 @@ class AgentPolicy:
         ids = ids.astype(np.int32)
         context = self._config.rollout.max_context_tokens
         turns = self._config.task.agent_turns
+        assert context is not None
         longest = min(context - len(ids), self._config.rollout.max_completion_tokens)
         if longest < 1:
             raise ContextFull(f"the prompt has {len(ids)} tokens of rollout.max_context_tokens = {context}")

@@ -7,7 +7,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from recjax.errors import UserError
@@ -31,8 +31,9 @@ class Chatting(Protocol):
 
     relayed: Exception | None
 
-    async def chat(self, messages: Any, **options: Any) -> Any:
-        """Returns the reply to messages."""
+    @property
+    def chat(self) -> Callable[..., Awaitable[Any]]:
+        """Asks for the reply to messages."""
 
 
 class AgentServer(contextlib.AbstractAsyncContextManager):
@@ -73,7 +74,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
 
         app = Starlette(routes=[Route(CHAT, self._chat, methods=["POST"])])
         listening = socket.create_server(("127.0.0.1", 0))
-        settings = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 1}
+        settings: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 1}
         self._server = uvicorn.Server(uvicorn.Config(app, **settings))
         self._address = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listening]))

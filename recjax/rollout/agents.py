@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -117,9 +117,10 @@ class Agents(contextlib.AbstractContextManager):
         self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
         self._agent = load_agent(task, self._tools)
         if task.agent == "tools":
+            assert self._tools is not None
             check_tool_template(policy.tokenizer, self._tools)
         scripted = {name: player for name, player in task.seats.items() if ":" in str(player)}
-        self._scripts = {name: named(f"task.seats.{name}", player) for name, player in scripted.items()}
+        self._scripts = {name: named(f"task.seats.{name}", str(player)) for name, player in scripted.items()}
         self.older_params = older_params
         self._older: dict[int, dict] = {}
 
@@ -186,7 +187,8 @@ class Agents(contextlib.AbstractContextManager):
         tried = list(itertools.chain(*by_group))
         completions = [completion for group in groups for completion in group.completions]
         indices = [index // seats for index, group in enumerate(by_group) for _ in group]
-        problems, texts = ([column[index] for index in indices] for column in (prompts.problems, prompts.texts))
+        problems = [prompts.problems[index] for index in indices]
+        texts = [prompts.texts[index] for index in indices]
         opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
         answered = [
             Answered.to(problem, text, done.text, done.sampled_tokens, done.id, opening_of(done))
@@ -202,7 +204,10 @@ class Agents(contextlib.AbstractContextManager):
         """Versions and weights of frozen seats, without the sampler's version if it stays the same in a batch."""
         older = self._config.task.older_versions([version])
         try:
-            read = {each: self._older.get(each) or self.older_params(each) for each in sorted(older - {version})}
+            read = {}
+            for each in sorted(older - {version}):
+                assert self.older_params is not None
+                read[each] = self._older.get(each) or self.older_params(each)
         except Exception as error:  # Orbax has its own errors for missing files
             raise UserError(
                 "task.seats",
@@ -280,6 +285,7 @@ class Agents(contextlib.AbstractContextManager):
         counts = ", ".join(f"{reason} {number}" for reason, number in Counter(kind for kind, _ in kinds).items())
         first = failed[kinds.index(most)]
         summary = f"{key} {len(failed)} of {len(tried)} agents failed: {counts}; {problem}: {first.words};"
+        assert first.failure is not None
         logger.log(level, "%s %s", summary, AGENT_FAILURES[first.failure])
 
     def _grades(
@@ -314,6 +320,7 @@ class Agents(contextlib.AbstractContextManager):
             of_turns = agent.policy.rewarded
             grade = next(remaining) if agent.needs_reward else Grade(None, returned, failure=FAILURES[0])
             reward = grade.reward
+            assert grade.reward_parts is not None
             parts = dict(grade.reward_parts)
             if of_turns is not None:
                 parts[SCORE] = parts.get(SCORE, 0.0) + of_turns
@@ -350,6 +357,7 @@ class Agents(contextlib.AbstractContextManager):
                     accurate = is_accurate(parts, None, task.success, task.verdict)
                 else:
                     accurate = verdict_of("the agent's reward", parts, task, reader)
+                assert not isinstance(accurate, np.ndarray)
                 grade = grade._replace(accurate=accurate)
             if grade.accurate is None:
                 self._without_verdict.add(task_name)
@@ -418,8 +426,9 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
         seats.end()
         running.cancel()
         # Some agents do not end when canceled; asyncio itself also silences its message about them in this way.
-        running._log_destroy_pending = False
-    if failure is None and not any(seats.players[name].trajectory.turns for name in trained):
+        running._log_destroy_pending = False  # type: ignore  # asyncio has no public name for it
+    players = cast("dict[str, AgentPolicy]", seats.players)  # a script plays no trained seat
+    if failure is None and not any(players[name].trajectory.turns for name in trained):
         failure = "silent"
         words = "it returned without a call of the policy"
     rewards: list[dict[str, float] | float | None] = [None] * len(trained)
@@ -432,9 +441,7 @@ async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig)
         except Exception as error:  # an agent may return any object, and reading that object may raise anything
             failure = "raised"
             words = described(error)
-    return [
-        Tried(seats.players[name], reward, failure, words, name) for name, reward in zip(trained, rewards, strict=True)
-    ]
+    return [Tried(players[name], reward, failure, words, name) for name, reward in zip(trained, rewards, strict=True)]
 
 
 def root_failure(error: BaseException, depth: int = 20) -> BaseException:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,13 @@ class SlotState(NamedTuple):
         keys: key data.
     """
 
-    live: Bool[Array, " slots"]
-    lengths: Int[Array, " slots"]
-    cached: Int[Array, " slots"]
-    last: Int[Array, " slots"]
-    counts: Int[Array, " slots"]
-    limits: Int[Array, " slots"]
-    keys: UInt32[Array, "slots words"]
+    live: Bool[Any, " slots"]
+    lengths: Int[Any, " slots"]
+    cached: Int[Any, " slots"]
+    last: Int[Any, " slots"]
+    counts: Int[Any, " slots"]
+    limits: Int[Any, " slots"]
+    keys: UInt32[Any, "slots words"]
 
 
 class RoundOptions(NamedTuple):
@@ -87,9 +87,9 @@ class SlotContents(NamedTuple):
     """
 
     memory: Memory
-    slots: Int[Array, " rows"]
-    lengths: Int[Array, " rows"]
-    cached: Int[Array, " rows"]
+    slots: Int[Any, " rows"]
+    lengths: Int[Any, " rows"]
+    cached: Int[Any, " rows"]
 
 
 @functools.partial(jax.jit, static_argnames="decoder")
@@ -115,7 +115,8 @@ def prefill(
         *contexts, last = _contexts(memory, held.lengths, held.cached)
         # The decoder reads the states of the last context only, as they are those after all tokens of the slot.
         contexts = (*contexts, last._replace(states=memory.states))
-    hidden, cache = decoder.apply({"params": params}, tokens, positions, mask, contexts)
+    applied: Any = decoder.apply({"params": params}, tokens, positions, mask, contexts)
+    hidden, cache = applied
     return over_mesh(cache), _scores(decoder, params, last_hidden(hidden, mask))
 
 
@@ -156,12 +157,14 @@ def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, "
     prompt_time = cache_time(memory.prompts)
     sharing = len(lengths) // prompts
     offsets = jnp.broadcast_to(jnp.arange(prompt_time), (prompts, prompt_time))
-    prompt = Context(*memory.prompts, offsets < lengths[::sharing, None], offsets)
+    keys, values = memory.prompts
+    prompt = Context(keys, values, offsets < lengths[::sharing, None], offsets)
     # A batch that a single round samples has a memory without room: all later tokens are in the round's own buffer.
     if not cache_time(memory.later):
         return (prompt,)
     offsets = jnp.arange(cache_time(memory.later))
-    return prompt, Context(*memory.later, offsets < cached[:, None], lengths[:, None] + offsets)
+    keys, values = memory.later
+    return prompt, Context(keys, values, offsets < cached[:, None], lengths[:, None] + offsets)
 
 
 # The memory is donated: a copy of the cache in each round would double its size.
@@ -194,6 +197,7 @@ def decode(
 
     def step(state: Decoded) -> Decoded:
         time = state.time
+        keys, values, *states = state.recent
         # The buffer's entry at `time` is the token that runs now, so it is already visible to itself.
         seen = jnp.broadcast_to(offsets <= time, (slots, options.time))
         turns_now = jax.tree.map(lambda turn: jax.lax.dynamic_slice_in_dim(turn, time, 1, axis=1), turns)
@@ -204,7 +208,7 @@ def decode(
             (starts + time)[:, None],
             # Idle slots may write any keys and values, which are overwritten, but a state would keep their tokens.
             state.live[:, None] if memory.states else jnp.ones((slots, 1), bool),
-            (*contexts, Context(*state.recent[:2], seen, starts[:, None] + offsets, *state.recent[2:])),
+            (*contexts, Context(keys, values, seen, starts[:, None] + offsets, *states)),
             write_at=time,
             turns=turns_now,
         )

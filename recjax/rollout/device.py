@@ -72,7 +72,7 @@ class CompilingDevice(Device):
         """Leaves out the programs that no thread has begun to compile; does not wait."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def run(self, program: Callable, *arguments: Any, **options: Any) -> Any:
+    def run(self, program: Any, *arguments: Any, **options: Any) -> Any:
         """Shapes of the results of a jitted function."""
         lowered = program.lower(*arguments, **options)
         leaves, structure = jax.tree.flatten(arguments)

@@ -151,7 +151,9 @@ def _sglang_choice(reply: dict[str, Any]) -> dict[str, Any]:
 def _llamacpp_choices(reply: dict[str, Any]) -> dict[str, Any]:
     # Tokens that end within a character have no log-prob; such a completion is unusable.
     values = [token.get("logprob") for token in reply.get("completion_probabilities") or ()]
-    reason = {"limit": "length"}.get(reply.get("stop_type"), reply.get("stop_type"))
+    reason = reply.get("stop_type")
+    if reason == "limit":
+        reason = "length"
     return {"choices": [{"token_ids": reply.get("tokens"), "token_logprobs": values, "finish_reason": reason}]}
 
 

@@ -305,6 +305,7 @@ class Engine:
     def _seat(self) -> bool:
         """Moves completions that have begun into slots; returns True if each found a slot."""
         begun = self._begun
+        assert begun is not None
         count = first_enough(self._plan.slots, int(self._slots.live.sum()) + len(begun.jobs))
         seated = self._slots.seat(begun, count, self._plan.cache_time(0, count))
         waiting = begun.jobs[seated:]

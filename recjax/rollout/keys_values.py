@@ -95,7 +95,7 @@ def read_slots(memory: Memory, slots: Int[Array, " rows"]) -> Memory:
     return Memory(*map(over_mesh, parts))
 
 
-def _where_rows_lie(function: Callable, *arguments: Any) -> tuple:
+def _where_rows_lie(function: Callable, *arguments: Any) -> Any:
     """Runs `function(*arguments)` on each device with its own slots; arguments are caches and columns of all slots."""
     return over_rows(lambda _, *own: function(*own), (), *arguments, axis=lambda x: max(x.ndim + _ROW_AXIS, 0))
 

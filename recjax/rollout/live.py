@@ -5,7 +5,7 @@ Rounds run in a separate thread, so that the event loop stays free for agents, t
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ class _Pending:
         self.followed = followed
         self.done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self.changed = asyncio.Event()
-        self.so_far = None
+        self.so_far: Sampled | None = None
         self.done.add_done_callback(lambda _: self.changed.set())
 
 
@@ -71,7 +71,7 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         """
         return await self._ask(request, followed=False).done
 
-    async def follow(self, request: Request) -> AsyncIterator[Sampled]:
+    async def follow(self, request: Request) -> AsyncGenerator[Sampled, None]:
         """Yields all tokens of a request so far after each of its rounds, and finally its completion.
 
         A slow follower misses rounds but no tokens. Closing the iterator early frees the request's slot.
@@ -83,6 +83,7 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
         try:
             while await pending.changed.wait() and not pending.done.done():
                 pending.changed.clear()
+                assert pending.so_far is not None
                 yield pending.so_far
             yield pending.done.result()
         finally:

@@ -20,7 +20,7 @@ from recjax.tasks.problems import Problem, checked_messages
 
 logger = logging.getLogger(__name__)
 
-Agent = Callable[[Problem, AgentPolicy], Awaitable[float | Mapping[str, float] | None]]
+Agent = Callable[[Problem, Any], Awaitable[float | Mapping[str, float] | None]]
 
 
 def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
@@ -32,9 +32,12 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
         UserError: the agent cannot be imported, or is not `async def agent(problem, policy)`.
     """
     if task.agent == "tools":
+        assert tools is not None
         return tool_agent(tools, task.agent_turns)
     if task.agent == "environment":
+        assert task.environment is not None
         return environment_agent(named("task.environment", task.environment), task.agent_turns)
+    assert task.agent is not None
     agent = named("task.agent", task.agent)
     key = f"task.agent = {task.agent!r}:"
     form = "write it as async def agent(problem, policy)"
@@ -159,7 +162,7 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
             observation, info = _checked_result("reset", started, ("observation", "info"))
             told = _told(problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt), observation)
             for _ in range(turns):
-                reply = await (policy.complete if isinstance(told, str) else policy.chat)(told)
+                reply = await (policy.complete(told) if isinstance(told, str) else policy.chat(told))
                 stepped = await _awaited(world.step(reply.text))
                 observation, reward, terminated, truncated, info = _checked_result("step", stepped, _STEP)
                 steps.append((float(reward), reply))

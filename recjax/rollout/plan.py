@@ -226,7 +226,11 @@ def free_bytes() -> int:
 def sampling_mesh(decoder: Decoder) -> Mesh:
     """The devices of the mesh in context, grouped by the memory that is free at the first call."""
     mesh = jax.sharding.get_mesh()
-    return mesh if mesh.size <= 1 else grouped(decoder, mesh)
+    if mesh.size <= 1:
+        return mesh
+    mesh = grouped(decoder, mesh)
+    assert isinstance(mesh, Mesh)
+    return mesh
 
 
 # Cached, because a different result for a later batch would make JAX compile all programs again.

@@ -88,6 +88,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
     def of_config(cls, config: Config, policy: Policy) -> "RemoteEngine":
         """Connects to the server in `rollout.engine`."""
         engine = config.rollout.engine
+        assert engine is not None
         key = next(iter(read_keys(engine.api_key_file, most=1, key="rollout.engine.api_key_file")), None)
         limits = engine.concurrency, engine.reply_seconds, engine.retries
         return cls(Address(engine.url, engine.model, key, *limits, "rollout.engine.url"), policy, config)
@@ -354,7 +355,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
             )
         columns = zip((tokens, logprobs, versions), (np.int32, np.float32, np.int32), strict=True)
         arrays = [np.array(values, dtype) for values, dtype in columns]
-        return Sampled(*arrays, False, recorded).up_to(count)._replace(truncated=not len(ends))
+        sampled_tokens, sampled_logprobs, sampled_versions = arrays
+        sampled = Sampled(sampled_tokens, sampled_logprobs, sampled_versions, False, recorded)
+        return sampled.up_to(count)._replace(truncated=not len(ends))
 
     def _token_versions(self, choice: dict[str, Any], count: int, version: int) -> list[int]:
         """The policy version of the weights that sampled each token.
@@ -424,6 +427,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         size = self._rollout.group_size
         while len(completions) < size and retries >= 0:
             count = min(size - len(completions), self.most_choices or size)
+            reply: dict[str, Any] = {}
             try:
                 reply = self._reply(self._body(problem, count, seed + requested))
                 choices = whole_choices(reply, count, self.server.url)
@@ -466,7 +470,12 @@ class RemoteEngine(contextlib.AbstractContextManager):
     def _body(self, problem: Problem, count: int, seed: int) -> dict[str, Any]:
         rollout = self._rollout
         template = dict(self._template) | dict(problem.template)
-        fields = {"model": self.server.model, "n": count, "seed": seed, "max_tokens": rollout.max_completion_tokens}
+        fields: dict[str, Any] = {
+            "model": self.server.model,
+            "n": count,
+            "seed": seed,
+            "max_tokens": rollout.max_completion_tokens,
+        }
         fields |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
         optional = {"top_k": rollout.top_k, "min_p": rollout.min_p, "stop": list(rollout.stop)}
         if isinstance(problem.prompt, str):
@@ -513,8 +522,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
             words = "dropped the log-probs, which may belong to another distribution than rollout's"
             self.server.warn("sampling", words)
             logprobs = None
-        columns = np.ones(len(tokens), bool), logprobs and np.array(logprobs, np.float32), recorded
-        return (Row(np.array(prompt, np.int32), np.array(tokens, np.int32), *columns),)
+        mask = np.ones(len(tokens), bool)
+        behavior_logprobs = None if logprobs is None else np.array(logprobs, np.float32)
+        return (Row(np.array(prompt, np.int32), np.array(tokens, np.int32), mask, behavior_logprobs, recorded),)
 
     def _decodes_to(self, tokens: list[int], text: str) -> bool:
         """True if the tokens are a completion within the length limit that reads as the text."""
@@ -524,7 +534,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         reply = text.strip().rstrip("\ufffd")
         # Some servers include special tokens in the text; no server includes the stop string.
         decoded = [
-            self._policy.tokenizer.decode(ended, skip_special_tokens=skip).strip().rstrip("\ufffd")
+            str(self._policy.tokenizer.decode(ended, skip_special_tokens=skip)).strip().rstrip("\ufffd")
             for skip in (False, True)
         ]
         return any(each.startswith(reply) if self._rollout.stop else each == reply for each in decoded)

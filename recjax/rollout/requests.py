@@ -85,8 +85,9 @@ class Sampled(NamedTuple):
 
     def up_to(self, count: int) -> "Sampled":
         """The completion that ends with the first `count` tokens."""
-        columns = jax.tree.map(lambda column: column[:count], (*self[:3], dict(self.recorded)))
-        return Sampled(*columns[:3], False, columns[3])
+        columns = (self.tokens, self.logprobs, self.versions, dict(self.recorded))
+        tokens, logprobs, versions, recorded = jax.tree.map(lambda column: column[:count], columns)
+        return Sampled(tokens, logprobs, versions, False, recorded)
 
     @property
     def row_columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Mapping[str, np.ndarray]]:

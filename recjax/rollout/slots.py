@@ -48,7 +48,7 @@ class Slots:
             device: runs the programs.
         """
         self.columns = _columns(0)
-        self.memory = None
+        self.memory: Memory | None = None
         self._dtype = dtype
         self._device = device
 
@@ -75,6 +75,7 @@ class Slots:
     @property
     def time(self) -> int:
         """Tokens behind its prompt that each slot has room for."""
+        assert self.memory is not None
         return keys_values.cache_time(self.memory.later)
 
     # --- The number of slots, and their room.
@@ -108,6 +109,7 @@ class Slots:
 
     def resize(self, time: int) -> None:
         """Changes the room to `time` tokens behind each prompt."""
+        assert self.memory is not None
         if time != self.time:
             self.memory = self.memory._replace(later=keys_values.resized(self.memory.later, time=time))
 
@@ -120,6 +122,7 @@ class Slots:
         columns = self.columns
         longer = slots & (self.columns.cached > most)
         columns.cached[longer] = most
+        assert self.memory is not None
         if self.memory.states:
             columns.current[longer] = False
 
@@ -176,8 +179,9 @@ class Slots:
         prompt_time = keys_values.cache_time(cache)
         if self.memory is None:
             self.columns = _columns(count)
-            rooms = (self._room(cache, count, tokens) for tokens in (prompt_time, time))
-            self.memory = Memory(*rooms, states and self._device.run(keys_values.empty, states, rows=count))
+            prompts = self._room(cache, count, prompt_time)
+            later = self._room(cache, count, time)
+            self.memory = Memory(prompts, later, states and self._device.run(keys_values.empty, states, rows=count))
         count = max(count, self.count)
         if count != keys_values.cache_rows(self.memory.prompts):
             self.change_number(count, self.time)
@@ -194,12 +198,14 @@ class Slots:
             copied = self._device.run(
                 keys_values.put_started, getattr(self.memory, part), cache, places, np.int32(len(jobs))
             )
+            assert self.memory is not None
             self.memory = self.memory._replace(**{part: copied})
 
     # --- Sampling in slots.
 
     def contents(self, slots: Int[np.ndarray, " rows"]) -> SlotContents:
         """The contents of some slots, for tokens that continue them."""
+        assert self.memory is not None
         return SlotContents(self.memory, slots, self.columns.lengths[slots], self.columns.cached[slots])
 
     def rows(self, live: Bool[np.ndarray, " slots"]) -> SlotState:
@@ -209,8 +215,15 @@ class Slots:
         round.
         """
         columns = self.columns
-        known = columns.lengths, columns.cached, columns.last, columns.counts, columns.limits, columns.keys
-        return SlotState(live, *(column.copy() for column in known))
+        return SlotState(
+            live,
+            lengths=columns.lengths.copy(),
+            cached=columns.cached.copy(),
+            last=columns.last.copy(),
+            counts=columns.counts.copy(),
+            limits=columns.limits.copy(),
+            keys=columns.keys.copy(),
+        )
 
     def record(self, mine: Bool[np.ndarray, " slots"], state: Decoded, version: int) -> None:
         """Adds a round's tokens to the columns of the slots that sampled them."""
@@ -245,11 +258,11 @@ class Slots:
         """Gives each job the free slot, if any, that holds the longest beginning of the job's prefix."""
         columns = self.columns
         lengths = self.held
-        held = {}
+        held: dict[bytes, list[int]] = {}
         for slot in np.flatnonzero(~self.live & columns.current):
             job = columns.jobs[slot]
             tokens = np.concatenate([job.request.prefix, *(tokens for tokens, *_ in job.rounds)])
-            held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(slot)
+            held.setdefault(tokens[: lengths[slot]].tobytes(), []).append(int(slot))
         sizes = sorted({len(tokens) for tokens in held}, reverse=True)
         for job in jobs if held else ():
             prefix = job.request.prefix.tobytes()

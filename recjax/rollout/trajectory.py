@@ -63,11 +63,11 @@ class Trajectory:
         Raises:
             UserError: the text gives no tokens, or the tokenizer does not know it.
         """
-        extended = [row for row, before in enumerate(self._texts) if before and text.startswith(before)]
+        extended = {row: before for row, before in enumerate(self._texts) if before and text.startswith(before)}
         if not extended:
             return np.array(encode_prompts(self._tokenizer, [text], rendered=rendered)[0], np.int32)
-        longest = max(extended, key=lambda row: len(self._texts[row]))
-        new_text = text[len(self._texts[longest]) :]
+        longest = max(extended, key=lambda row: len(extended[row]))
+        new_text = text[len(extended[longest]) :]
         before = _tokens(self.rows[longest])
         new_tokens = encode_after(self._tokenizer, before, new_text, "prompt") if new_text else []
         return np.concatenate([before, np.array(new_tokens, np.int32)])
@@ -87,11 +87,13 @@ class Trajectory:
         between = prompt[len(_tokens(row)) :]
         tokens, mask, logprobs, recorded = sampled.row_columns
         sequences = (row.recorded, len(row.tokens)), ({}, len(between)), (recorded, len(tokens))
+        behavior_logprobs = row.behavior_logprobs
+        assert behavior_logprobs is not None
         row = Row(
             row.prompt_tokens,
             np.concatenate([row.tokens, between, tokens], dtype=np.int32),
             np.concatenate([row.mask, np.zeros(len(between), bool), mask]),
-            np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), logprobs]),
+            np.concatenate([behavior_logprobs, np.zeros(len(between), np.float32), logprobs]),
             join_recorded(sequences),
         )
         self.rows = *self.rows[:number], row, *self.rows[number + 1 :]

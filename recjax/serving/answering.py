@@ -5,10 +5,10 @@ import contextlib
 import copy
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -97,7 +97,7 @@ class Answering:
 
     async def _prompts(self, body: ReplyBody, session: Session | None) -> list[Prompt]:
         if not isinstance(body, Chat):
-            return await self._read(body.prompts, session)
+            return await self._read(cast(Text | Generate, body).prompts, session)
         messages = [as_written(message, session) for message in body.messages]
         options = {"tools": body.functions, "variables": [body.chat_template_kwargs]}
         async with self._rendering:
@@ -134,7 +134,7 @@ class Answering:
 
     # --- Completions.
 
-    async def pieces(self, job: Job) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields pieces of completions with their index as they arrive; closing the iterator frees all slots.
 
         The whole completions come last, in order, once all are on disk.
@@ -218,4 +218,6 @@ def as_written(message: dict[str, Any], session: Session | None) -> dict[str, An
     """Prepares a message for the template: a tool call from this session keeps the policy's exact text."""
     calls = message.get("tool_calls")
     turn = session.turn_of(row_of_call(calls[0].get("id"))) if calls and session else None
-    return message if turn is None else {"role": message["role"], "content": session.turns[turn].completion.text}
+    if turn is None or session is None:
+        return message
+    return {"role": message["role"], "content": session.turns[turn].completion.text}

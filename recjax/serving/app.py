@@ -5,8 +5,8 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -90,7 +90,7 @@ class Server:
 
         return answer
 
-    async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the chunks of a stream; chunks with a finish reason follow only after all completions are on disk."""
         streams = [Chunks(job, index) for index in range(job.body.count)]
         completed = []
@@ -119,7 +119,7 @@ class Server:
         """Takes the reward of a session or a turn."""
         self.answering.require_recorder()
         body = read_body(SessionReward, await _body(request))
-        return await self._rewarded(session_row(_session(request)), body.turn, body)
+        return await self._rewarded(session_row(str(_session(request))), body.turn, body)
 
     async def _rewarded(self, row: str, turn: int | None, body: RewardBody) -> Response:
         recorder = self.answering.require_recorder()
@@ -182,7 +182,7 @@ def not_ready(problem: str, guarded: Guarded) -> ASGIApp:
 class _Events(StreamingResponse):
     """Chunks as server-sent events. The places are freed even if the client disconnects."""
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], places: contextlib.ExitStack):
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any], None], places: contextlib.ExitStack):
         self._chunks = chunks
         self._places = places
         super().__init__(self._lines(), headers={"cache-control": "no-cache"}, media_type="text/event-stream")
@@ -203,7 +203,7 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             try:
-                await self.body_iterator.aclose()
+                await cast(AsyncGenerator, self.body_iterator).aclose()
                 await self._chunks.aclose()
             finally:
                 self._places.close()

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import numpy as np
 import pydantic
@@ -62,12 +62,14 @@ def read_body(kind: type[T], values: Any) -> T:
         inner = kind.model_fields[path[0]].annotation
         if not (isinstance(inner, type) and issubclass(inner, Body)):
             break
-        kind = inner
+        kind = cast(type[T], inner)
         values = values[path[0]]
         path = path[1:]
     name = str(path[0])
     if first["type"] == "extra_forbidden":
-        supported = [key for key, field in kind.model_fields.items() if not field.description.endswith(_UNSUPPORTED)]
+        supported = [
+            key for key, field in kind.model_fields.items() if not str(field.description).endswith(_UNSUPPORTED)
+        ]
         nearest = did_you_mean(name, supported)
         takes = f"{' This' if nearest else '; this'} request takes {', '.join(supported)}"
         raise Refused(400, f"{name!r:.100} is not supported; remove it{nearest}{takes}", param=name)
@@ -81,40 +83,44 @@ def read_body(kind: type[T], values: Any) -> T:
     raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
 
 
-def fits(kind: Any, takes: str, check: Callable[[Any], bool] = lambda value: True) -> Any:
-    """The type `kind` with the values it takes in words, and a function that is true for them."""
+def fits(takes: str, check: Callable[[Any], Any] = lambda value: True) -> tuple[Any, ...]:
+    """What an annotation says of a key beyond its type: the values in words, and a function that is true for them."""
 
     def validate(value: Any) -> Any:
         if not check(value):
             raise ValueError
         return value
 
-    return Annotated[kind, pydantic.Field(description=takes), pydantic.AfterValidator(validate)]
+    return pydantic.Field(description=takes), pydantic.AfterValidator(validate)
 
 
-def whole_field(low: int, high: int) -> Any:
+def whole_field(low: int, high: int) -> tuple[Any, ...]:
     """A whole number."""
-    return fits(int, f"a whole number from {low} to {high}", lambda value: low <= value <= high)
+    return fits(f"a whole number from {low} to {high}", lambda value: low <= value <= high)
 
 
-def number_field(takes: str, check: Callable[[float], bool]) -> Any:
+def number_field(takes: str, check: Callable[[float], bool]) -> tuple[Any, ...]:
     """A finite number."""
-    return fits(float, takes, lambda value: math.isfinite(value) and check(value))
+    return fits(takes, lambda value: math.isfinite(value) and check(value))
 
 
-def text_field(most: int) -> Any:
+def text_field(most: int) -> tuple[Any, ...]:
     """Text of at most `most` characters."""
-    return fits(str, f"text of at most {most} characters", lambda value: len(value) <= most)
+    return fits(f"text of at most {most} characters", lambda value: len(value) <= most)
 
 
-def neutral(*values: Any) -> Any:
+def neutral(*values: Any) -> tuple[Any, ...]:
     """A key that recjax does not support: only values without effect."""
     shown = " or ".join(map(repr, values)) or "only null"
-    return fits(Any, f"{shown}{_UNSUPPORTED}", lambda value: value in values)
+    return fits(f"{shown}{_UNSUPPORTED}", lambda value: value in values)
 
 
-Flag = fits(bool, "true or false")
-TokenLimit = whole_field(1, 2**31 - 1)
+_FLAG = fits("true or false")
+_TOKEN_LIMIT = whole_field(1, 2**31 - 1)
+Flag = Annotated[bool, *_FLAG]
+OptionalFlag = Annotated[bool | None, *_FLAG]
+TokenLimit = Annotated[int, *_TOKEN_LIMIT]
+OptionalTokenLimit = Annotated[int | None, *_TOKEN_LIMIT]
 
 
 Stop = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
@@ -134,24 +140,33 @@ class StreamOptions(Body):
 class SampledBody(Body):
     """Keys about the sampling of completions."""
 
-    temperature: number_field(
-        f"0, for the most likely tokens, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}",
-        lambda value: value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE,
-    ) = 1.0
-    top_p: number_field("a number above 0 and at most 1", lambda value: 0 < value <= 1) = 1.0
-    top_k: whole_field(-1, 2**31 - 1) = 0
-    min_p: number_field("a number from 0 to 1", lambda value: 0 <= value <= 1) = 0.0
-    n: whole_field(1, MOST_CHOICES) = 1
-    stop: fits(
+    temperature: Annotated[
+        float,
+        *number_field(
+            f"0, for the most likely tokens, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}",
+            lambda value: value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE,
+        ),
+    ] = 1.0
+    top_p: Annotated[float, *number_field("a number above 0 and at most 1", lambda value: 0 < value <= 1)] = 1.0
+    top_k: Annotated[int, *whole_field(-1, 2**31 - 1)] = 0
+    min_p: Annotated[float, *number_field("a number from 0 to 1", lambda value: 0 <= value <= 1)] = 0.0
+    n: Annotated[int, *whole_field(1, MOST_CHOICES)] = 1
+    stop: Annotated[
         Stop | Annotated[list[Stop], pydantic.Field(max_length=MOST_STOPS)],
-        f"text, or a list of at most {MOST_STOPS}, of 1 to {MOST_STOP_CHARACTERS} characters each",
-    ) = []
-    seed: whole_field(-(2**63), 2**63 - 1) = None
-    presence_penalty: neutral(0) = None
-    frequency_penalty: neutral(0) = None
-    repetition_penalty: neutral(1) = None
-    logit_bias: neutral({}) = None
-    service_tier: neutral("auto", "default") = None
+        *fits(
+            f"text, or a list of at most {MOST_STOPS}, of 1 to {MOST_STOP_CHARACTERS} characters each",
+        ),
+    ] = []
+    seed: Annotated[int | None, *whole_field(-(2**63), 2**63 - 1)] = None
+    presence_penalty: Annotated[Any, *neutral(0)] = None
+    frequency_penalty: Annotated[Any, *neutral(0)] = None
+    repetition_penalty: Annotated[Any, *neutral(1)] = None
+    logit_bias: Annotated[Any, *neutral({})] = None
+    service_tier: Annotated[Any, *neutral("auto", "default")] = None
+
+    if TYPE_CHECKING:  # of each kind of body
+        max_tokens: Any
+        logprobs: Any
 
     def sampling(self) -> Sampling:
         """The sampling distribution."""
@@ -178,23 +193,27 @@ class SampledBody(Body):
 class ReplyBody(Body):
     """Keys about the reply as a whole."""
 
-    model: text_field(1024) = None
+    model: Annotated[str | None, *text_field(1024)] = None
     stream: Flag = False
     stream_options: StreamOptions = pydantic.Field(StreamOptions(), description="an object")
     return_token_ids: Flag = False
-    user: text_field(512) = None
-    safety_identifier: text_field(512) = None
-    prompt_cache_key: text_field(512) = None
-    metadata: fits(
+    user: Annotated[str | None, *text_field(512)] = None
+    safety_identifier: Annotated[str | None, *text_field(512)] = None
+    prompt_cache_key: Annotated[str | None, *text_field(512)] = None
+    metadata: Annotated[
         dict[str, str],
-        "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
-        lambda value: len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items()),
-    ) = {}
+        *fits(
+            "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
+            lambda value: (
+                len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items())
+            ),
+        ),
+    ] = {}
 
     @property
     def sampled(self) -> SampledBody:
         """The keys about sampling."""
-        return self
+        return cast(SampledBody, self)
 
     @property
     def count(self) -> int:
@@ -227,19 +246,19 @@ class ReplyBody(Body):
 class Chat(ReplyBody, SampledBody):
     """The body of /v1/chat/completions."""
 
-    messages: fits(list, "a list of messages", bool)
-    tools: fits(
-        list, f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}"
-    ) = []
-    tool_choice: fits(str, "'auto' or 'none'", lambda value: value in ("auto", "none")) = "auto"
-    chat_template_kwargs: Annotated[checked(Any, wrong_with_variables), pydantic.Field(description="variables")] = {}
-    max_completion_tokens: TokenLimit = None
-    max_tokens: TokenLimit = None
+    messages: Annotated[list, *fits("a list of messages", bool)]
+    tools: Annotated[
+        list, *fits(f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}")
+    ] = []
+    tool_choice: Annotated[str, *fits("'auto' or 'none'", lambda value: value in ("auto", "none"))] = "auto"
+    chat_template_kwargs: Annotated[Any, checked(wrong_with_variables), pydantic.Field(description="variables")] = {}
+    max_completion_tokens: OptionalTokenLimit = None
+    max_tokens: OptionalTokenLimit = None
     logprobs: Flag = False
-    top_logprobs: neutral(0) = None
-    response_format: neutral({"type": "text"}) = None
-    parallel_tool_calls: neutral(True) = None
-    store: Flag = None  # with a recorder, false is refused
+    top_logprobs: Annotated[Any, *neutral(0)] = None
+    response_format: Annotated[Any, *neutral({"type": "text"})] = None
+    parallel_tool_calls: Annotated[Any, *neutral(True)] = None
+    store: OptionalFlag = None  # with a recorder, false is refused
 
     @pydantic.field_validator("messages")
     @classmethod
@@ -284,13 +303,15 @@ class Chat(ReplyBody, SampledBody):
 class Text(ReplyBody, SampledBody):
     """The body of /v1/completions."""
 
-    prompt: fits(Any, "text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value))
+    prompt: Annotated[
+        Any, *fits("text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value))
+    ]
     max_tokens: TokenLimit = 16
     # The engine does not report the most likely tokens, so 1 gives the same reply as 0.
-    logprobs: whole_field(0, 1) = None
-    echo: neutral(False) = None
-    suffix: neutral("") = None
-    best_of: neutral(1) = None
+    logprobs: Annotated[int | None, *whole_field(0, 1)] = None
+    echo: Annotated[Any, *neutral(False)] = None
+    suffix: Annotated[Any, *neutral("")] = None
+    best_of: Annotated[Any, *neutral(1)] = None
 
     @pydantic.field_validator("prompt")
     @classmethod
@@ -318,24 +339,24 @@ class Parameters(SampledBody):
     """`sampling_params` of /inference/v1/generate."""
 
     max_tokens: TokenLimit = 16
-    logprobs: whole_field(0, 1) = None
-    detokenize: neutral(True) = None
-    skip_special_tokens: neutral(True, False) = None
-    ignore_eos: neutral(False) = None
-    min_tokens: neutral(0) = None
+    logprobs: Annotated[int | None, *whole_field(0, 1)] = None
+    detokenize: Annotated[Any, *neutral(True)] = None
+    skip_special_tokens: Annotated[Any, *neutral(True, False)] = None
+    ignore_eos: Annotated[Any, *neutral(False)] = None
+    min_tokens: Annotated[Any, *neutral(0)] = None
 
 
 class Generate(ReplyBody):
     """The body of vLLM's /inference/v1/generate: tokens in, tokens out."""
 
-    token_ids: fits(Any, "token ids, at least one", _are_token_ids)
+    token_ids: Annotated[Any, *fits("token ids, at least one", _are_token_ids)]
     sampling_params: Parameters = pydantic.Field(Parameters(), description="an object")
-    stream: neutral(False) = False
-    request_id: text_field(256) = None
-    priority: neutral(0) = None
-    features: neutral() = None
-    cache_salt: neutral() = None
-    kv_transfer_params: neutral() = None
+    stream: Annotated[Any, *neutral(False)] = False
+    request_id: Annotated[str | None, *text_field(256)] = None
+    priority: Annotated[Any, *neutral(0)] = None
+    features: Annotated[Any, *neutral()] = None
+    cache_salt: Annotated[Any, *neutral()] = None
+    kv_transfer_params: Annotated[Any, *neutral()] = None
 
     @property
     def sampled(self) -> SampledBody:
@@ -356,11 +377,11 @@ class Generate(ReplyBody):
 class PushedWeights(Body):
     """The body of SGLang's /update_weights_from_disk: a folder with new weights."""
 
-    model_path: text_field(4096)
-    weight_version: fits(str, "text that ends with a version, such as run-12", _VERSION.fullmatch)
-    load_format: neutral("auto") = None
-    abort_all_requests: neutral(False) = False
-    flush_cache: neutral(True) = True
+    model_path: Annotated[str, *text_field(4096)]
+    weight_version: Annotated[str, *fits("text that ends with a version, such as run-12", _VERSION.fullmatch)]
+    load_format: Annotated[Any, *neutral("auto")] = None
+    abort_all_requests: Annotated[Any, *neutral(False)] = False
+    flush_cache: Annotated[Any, *neutral(True)] = True
 
 
 def _few_parts(parts: dict[str, float]) -> dict[str, float]:
@@ -413,11 +434,11 @@ class RewardBody(Body):
 class SessionReward(RewardBody):
     """The body of a session's reward or of a turn's reward."""
 
-    turn: whole_field(0, 2**31 - 1) = None
+    turn: Annotated[int | None, *whole_field(0, 2**31 - 1)] = None
 
 
 class CompletionReward(RewardBody):
     """The body of a completion's reward."""
 
-    id: text_field(512)
-    index: whole_field(0, 2**31 - 1) = None
+    id: Annotated[str, *text_field(512)]
+    index: Annotated[int | None, *whole_field(0, 2**31 - 1)] = None

@@ -125,7 +125,7 @@ class _Client:
         if message["type"] == "http.response.start":
             self._closes = Headers(raw=message["headers"]).get("connection") == "close"
         elif self._closes and not self._is_whole and not message.get("more_body"):
-            await self._send_in_time(message | {"more_body": True})
+            await self._send_in_time({**message, "more_body": True})
             # Closing a connection with unread data resets it, and the client loses the reply.
             self._deadline = asyncio.get_running_loop().time() + self._guarded.client_seconds
             with contextlib.suppress(TimeoutError):

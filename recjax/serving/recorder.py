@@ -118,6 +118,7 @@ class Recorder:
 
     async def __aexit__(self, *exception: object) -> None:
         """Ends all sessions."""
+        assert self._ticking is not None
         self._ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._ticking
@@ -260,7 +261,7 @@ class Recorder:
                 session.changed = time.monotonic()
             return before is None
 
-    async def reward(self, row: str, body: RewardBody) -> tuple[float, bool]:
+    async def reward(self, row: str, body: RewardBody) -> tuple[float | None, bool]:
         """Gives a completion its reward, which ends a session; returns the reward, and True if it is new.
 
         Args:
@@ -286,8 +287,9 @@ class Recorder:
             except Refused as error:
                 if error.code != _CHANGED or not tries:
                     raise
+        raise AssertionError("the last try returns or raises")
 
-    async def _reward(self, row: str, number: int, body: RewardBody) -> tuple[float, bool]:
+    async def _reward(self, row: str, number: int, body: RewardBody) -> tuple[float | None, bool]:
         def known() -> tuple[Any, tuple[float, ...], int]:
             rewards = self._store.rewards([number])
             (record,) = self._store.read([number], None)
@@ -387,12 +389,13 @@ def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def check_sampling(open_session: Session, session: str, sampling: Sampling) -> None:
+def check_sampling(open_session: Session, session: str, sampling: Sampling | None) -> None:
     """Refuses a turn with another distribution than earlier turns, as a row's log-probs have one distribution."""
     if open_session.sampling not in (None, sampling):
         raise Refused(
             409,
-            f"session {session!r} has {', '.join(Sampling._fields)} = {', '.join(map(str, open_session.sampling))},"
+            f"session {session!r} has {', '.join(Sampling._fields)} ="
+            f" {', '.join(map(str, open_session.sampling or ()))},"
             " and all turns of a session have the same values; send these values, or use another session",
             param="temperature",
         )

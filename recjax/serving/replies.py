@@ -62,7 +62,7 @@ def full_reply(job: Job, pieces: Sequence[Piece], tag: str | None = None) -> dic
     """
     choices = [_choice(job, index, piece) for index, piece in enumerate(pieces)]
     if job.kind == "generate":
-        reply = {"request_id": job.id, "choices": choices, "prompt_logprobs": None}
+        reply: dict[str, Any] = {"request_id": job.id, "choices": choices, "prompt_logprobs": None}
     else:
         reply = _head(job, OBJECTS[job.kind]) | {"choices": choices, "usage": usage(job, pieces)}
     reply["policy_version"] = oldest_sampled_version(pieces)
@@ -103,7 +103,7 @@ def _choice(job: Job, index: int, piece: Piece) -> dict[str, Any]:
         return choice | {"text": piece.text} | _prompt_ids(job, index)
     if job.kind == "chat":
         content, calls = message_parts(job, index, piece.text)
-        message = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             choice["finish_reason"] = _finish(piece, calls)
             message["tool_calls"] = calls
@@ -229,7 +229,9 @@ class Chunks:
         if not (new or finish or (self._job.body.wants_ids and len(piece.sampled.tokens) > self._tokens)):
             return []
         self._text += new
-        delta = {"delta": {"content": new} if new else {}} if self._job.kind == "chat" else {"text": new}
+        delta: dict[str, Any] = (
+            {"delta": {"content": new} if new else {}} if self._job.kind == "chat" else {"text": new}
+        )
         if calls:
             delta["delta"]["tool_calls"] = [{"index": call_index} | call for call_index, call in enumerate(calls)]
         extra: dict[str, Any] = {"finish_reason": finish}

@@ -112,10 +112,10 @@ class Connection(H11Protocol):
                 oldest.transport.close()
                 self.opened.pop(oldest, None)
 
-    def connection_lost(self, exception: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
         self.opened.pop(self, None)
-        super().connection_lost(exception)
+        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         """Begins to wait for the next request, which may be there already."""
@@ -148,12 +148,13 @@ def raise_descriptor_limit() -> None:
 
 def uvicorn_server(app: ASGIApp, guarded: Guarded, **options: Any) -> uvicorn.Server:
     """The HTTP server of an application."""
+    keep_alive: Any = guarded.client_seconds
     config = uvicorn.Config(
         app,
         loop="asyncio",
         http=Connection,
         ws="none",
-        timeout_keep_alive=guarded.client_seconds,
+        timeout_keep_alive=keep_alive,
         log_config=None,  # uvicorn's would close the handlers of the whole process
         log_level="warning",
         access_log=False,

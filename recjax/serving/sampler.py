@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -170,7 +170,7 @@ class Sampler:
         sampling: Sampling,
         stop: Sequence[str],
         withheld: Sequence[str] = (),
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """Yields a completion after each round; only the last piece has a finish reason.
 
         A stop string ends the completion in its round and frees the slot; closing the iterator also frees the slot.

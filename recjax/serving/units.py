@@ -1,7 +1,7 @@
 """Sessions: the turns of an agent that a server samples, which become one completion."""
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -84,7 +84,7 @@ class Session:
             first = without_prompt(first)
             version_runs = runs_of(np.concatenate([turn.versions for turn in sampled]))
             tokens, mask, logprobs = (
-                np.concatenate([turn.row_columns[column] for turn in sampled]) for column in range(3)
+                np.concatenate([cast(np.ndarray, turn.row_columns[column]) for turn in sampled]) for column in range(3)
             )
             recorded = join_recorded((turn.recorded, len(turn.tokens)) for turn in sampled)
             rows = (Row(tokens[:0], tokens, mask, logprobs, recorded),)
@@ -99,7 +99,7 @@ class Session:
         completion = turns[-1]._replace(
             id=self.name,
             rows=rows,
-            policy_version=min(turn.policy_version for turn in turns),
+            policy_version=min(cast(int, turn.policy_version) for turn in turns),
             grade=grade,
             version_runs=version_runs,
             turns=tuple(Turn(*end) for end in ends),
@@ -116,6 +116,7 @@ def _sampled(turn: Completion) -> Sampled:
     (row,) = turn.rows
     runs = turn.version_runs or ((turn.policy_version, len(turn.rows[0].tokens)),)
     versions = np.repeat(*np.array(runs, np.int32).T)
+    assert row.behavior_logprobs is not None
     return Sampled(row.tokens, row.behavior_logprobs, versions, turn.truncated, row.recorded)
 
 

@@ -80,6 +80,7 @@ class Versions:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
+                assert self._newer is not None
                 weights = await asyncio.to_thread(self._newer)
                 if weights is None:
                     continue

@@ -52,7 +52,7 @@ def file_problems(
     rows = read_data(str(path), "task.file", split)
     if Path(path).parent == cache_folder("problems"):  # a program passed them, and knows no file
         rows = [row._replace(location=f"problems: row {number}") for number, row in enumerate(rows)]
-    if not needs_answers and all(row.values.get(config.answer_column) is None for row in rows):
+    if not needs_answers and all(row.values.get(str(config.answer_column)) is None for row in rows):
         config = config.model_copy(update={"answer_column": None})
     return [_problem(row, config, system_prompt) for row in rows]
 
@@ -99,8 +99,9 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     for name, value in columns.items():
         if isinstance(value, dict) and value.keys() == {UNREADABLE}:
             columns[name] = {UNREADABLE: f"{row.location}: column {name!r}: {value[UNREADABLE]}"}
-    label = config.difficulty_column and row.values[config.difficulty_column]
-    difficulty = None if label is None else row.answer(config.difficulty_column, label)
+    column = config.difficulty_column
+    label = column and row.values[column]
+    difficulty = None if column is None or label is None else row.answer(column, label)
     template = {} if isinstance(prompt, str) else template_of(row)
     return Problem(prompt, answer, columns=columns, difficulty=difficulty, template=template)
 
@@ -123,7 +124,7 @@ def keep_rows(rows: Any) -> str:
             "problems", f"takes rows, and this is a mapping of {names:.200}", "choose one: problems['train']"
         )
     lines = []
-    kinds = column_kinds(rows)
+    kinds: Mapping[Any, Any] = column_kinds(rows)
     for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
         if not isinstance(row, Mapping):
             raise UserError("problems", f"row {number} must be a dict of columns", f"got {row!r:.80}")
@@ -131,7 +132,7 @@ def keep_rows(rows: Any) -> str:
         for name, value in row.items():
             kind = kinds.get(name)
             comes_from_table = kind is not None or isinstance(value, np.ndarray)
-            drops_nulls = comes_from_table and is_template_cell(name, value)
+            drops_nulls = comes_from_table and is_template_cell(str(name), value)
             is_converted = drops_nulls or isinstance(value, np.ndarray) or needs_conversion(kind)
             cells[name] = native(value, kind, drops_nulls) if is_converted else value
         try:

@@ -56,7 +56,7 @@ _HUB_TASKS = {
 }
 
 
-def load_task(config: Config, pool: Pool = "train", function: Callable | None = None) -> Task:
+def load_task(config: Config, pool: Pool = "train", function: Callable | Sequence[Callable] | None = None) -> Task:
     """Loads the train problems, the first `evaluation.problems` held-out problems of each task, and the reward.
 
     If the task has no evaluation set, recjax holds out a third of the problems, at most 1,024. The choice depends only
@@ -87,7 +87,7 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | None = 
     return Task(train, evaluation, MixedReward(rewards) if config.task.mixture else rewards[""])
 
 
-def load_rewards(config: Config, function: Callable | None = None) -> dict[str, Reward]:
+def load_rewards(config: Config, function: Callable | Sequence[Callable] | None = None) -> dict[str, Reward]:
     """The reward of each task by the task's name, still without the problems' columns; see `load_task`."""
     rewards = {}
     for name, task in config.task.tasks().items():
@@ -141,11 +141,11 @@ def _strict_weights(config: Config, task: OneTask) -> dict[str, float]:
     }
 
 
-def _reward(config: Config, task: OneTask, function: Callable | None) -> Reward:
+def _reward(config: Config, task: OneTask, function: Callable | Sequence[Callable] | None) -> Reward:
     name = task.reward_name()
     weights = _strict_weights(config, task)
     reward = load_reward(name, weights, config.task.overlong_tokens is not None, function, task.reward_device)
-    reward = reward._replace(weights=reward.weights | task.reward_weights)
+    reward = reward._replace(weights={**reward.weights, **task.reward_weights})
     if reward.per_row or not inspect.iscoroutinefunction(reward.function):
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require(task.reward_seconds is None, "task.reward_seconds", task.reward_seconds, remedy)

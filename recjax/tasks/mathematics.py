@@ -95,7 +95,7 @@ def last_boxed(text: str) -> str | None:
     r"""The content of a text's last non-empty \boxed or \fbox: text in braces, or the next word; None without one."""
     endings = [text[match.end() :] for match in _BOXED.finditer(text)]
     contents = [
-        braced(ending) if ending.startswith("{") else re.match(r"[^\s$.]*", ending).group() for ending in endings
+        braced(ending) if ending.startswith("{") else re.split(r"[\s$.]", ending, maxsplit=1)[0] for ending in endings
     ]
     return next((content.strip() for content in reversed(contents) if content and content.strip()), None)
 
@@ -129,4 +129,5 @@ def _guru_problem(row: FileRow, system_prompt: str) -> Problem:
             raise row.error("qwen2.5_7b_pass_rate", f"must hold a number from 0 to 1, or null; got {rate!r:.80}")
         fifth = min(int(rate * 5), 4)
         difficulty = f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"
+    assert answer is not None
     return Problem(prompt, answer, columns=columns, difficulty=difficulty)

@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ def rendered(
                 " does not write",
                 "take a model for tools, or move them into the content",
             )
-    chats = [problem.prompt for problem in of_chats]
+    chats: list[Any] = [problem.prompt for problem in of_chats]
     variables = [problem.template for problem in of_chats]
     of_chat = iter(render_chats(tokenizer, chats, variables=variables) if chats else [])
     texts = [problem.prompt if isinstance(problem.prompt, str) else next(of_chat) for problem in problems]
@@ -203,6 +203,7 @@ def batch_prompts(
             chosen = _shuffled_indices(size, before, new, seed)
         else:
             recent = np.array([rates.get(key, 0.5) or 0.0 for key in prompts.keys[start : start + size]])
+            assert task.curriculum is not None
             chances = curriculum_chances(recent, task.curriculum.uniform)
             chosen = np.random.default_rng([seed, 10, batch, task_index]).choice(size, new, new > size, chances)
         indices[labels == task_index] = start + chosen

@@ -95,7 +95,7 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
     for piece in _split(text.strip()[1:-1], has_names=True):
         match = re.fullmatch(r"([^()=\"\[\]{}]+)\((.*)\)", piece, re.DOTALL)
         arguments = _arguments(match[2]) if match else None
-        if arguments is None:
+        if match is None or arguments is None:
             return None
         calls.append({"name": match[1].strip(), "arguments": dict(sorted(arguments.items()))})
     return calls
@@ -145,7 +145,9 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            arguments = {str(key.value): _literal(value) for key, value in zip(keys, values, strict=True)}
+            arguments = {
+                str(getattr(key, "value", None)): _literal(value) for key, value in zip(keys, values, strict=True)
+            }
             if len(arguments) == len(keys):
                 return arguments
     raise ValueError(f"{ast.dump(node)} is no literal")
@@ -162,7 +164,12 @@ def _split(text: str, has_names: bool = False) -> list[str]:
     depth = 0
     position = 0
     while position < len(text):
-        token = text[position] if has_names and depth == 0 else _QUOTED_OR_CHARACTER.match(text, position).group()
+        if has_names and depth == 0:
+            token = text[position]
+        else:
+            match = _QUOTED_OR_CHARACTER.match(text, position)
+            assert match is not None
+            token = match.group()
         if token == "," and depth == 0:
             parts.append(text[start:position].strip())
             start = position + 1

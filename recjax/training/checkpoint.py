@@ -163,6 +163,7 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         UserError: the checkpoint has another format or cannot be read.
     """
     step = manager.latest_step()
+    assert step is not None
     name = f"{manager.directory}: the checkpoint of step {step}"
     plain = progress(Path(manager.directory), step)
     if plain.get("format") != CHECKPOINT_FORMAT:

@@ -85,10 +85,12 @@ def train_on_demonstrations(
         bar = step_bar("warm start", config.training.steps, initial=first or 0)
         options = {"bar": bar, "manager": manager, "remedy": "Lower warm_start.learning_rate"}
         with bar, _Losses(folder, -1 if first is None else first, state.totals.get("metrics"), **options) as log:
+            shown = stage.demonstrations
+            assert shown is not None
             run = Run(
                 config,
                 config.algorithm.build(),
-                stage.demonstrations.shape,
+                shown.shape,
                 stage.settings,
                 part_weights=None,
                 failures={},
@@ -110,6 +112,7 @@ def train_on_demonstrations(
 def _stage_config(config: Config) -> Config:
     """The config of the supervised stage of a run: all batches come from a store at rest, the demonstrations."""
     shown = config.warm_start
+    assert shown is not None
     packing = config.training.tokens_per_micro_batch
     stage = {
         "output": f"{config.output}/{FOLDER}",
@@ -134,8 +137,11 @@ class _Demonstrations(Source):
         self._setup = setup
 
     def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
-        shown = self._setup.demonstrations.train
-        size = self._setup.config.warm_start.batch_size
+        demonstrations = self._setup.demonstrations
+        warm_start = self._setup.config.warm_start
+        assert demonstrations is not None and warm_start is not None
+        shown = demonstrations.train
+        size = warm_start.batch_size
         return [shown[index] for index in batch_indices(len(shown), size, step, self._setup.config.seed)]
 
 
@@ -149,8 +155,10 @@ class _SupervisedLearner(Learner):
         """The last checkpoint is three times smaller, since no step follows that needs an optimizer state."""
         return trained._replace(optimizer_state=()) if step == self._config.training.steps else trained
 
-    def update(self, trained: TrainState, batch: Batch, layout: Layout, step: int, *options: Any) -> tuple:
-        trained, *measured = super().update(trained, batch, layout, step, *options)
+    def update(
+        self, trained: TrainState, batch: Batch, layout: Layout, step: int, proximal_logprobs: Any = None
+    ) -> tuple:
+        trained, *measured = super().update(trained, batch, layout, step, proximal_logprobs)
         return self.kept(trained, step), *measured
 
     def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
@@ -184,5 +192,5 @@ class _Losses(MetricsWriter):
     def evaluation(self, evaluation: dict[str, float], step: int, name: str) -> dict[str, float]:
         return evaluation
 
-    def hold(self, row: dict[str, Any], state: State) -> None:
+    def hold(self, row: dict[str, Any], state: State | None = None) -> None:
         super().hold(row)

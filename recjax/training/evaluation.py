@@ -108,7 +108,7 @@ def answered(
             batch = batch.take(np.arange(problems))
             pending = submit(groups, batch, grading)
         answers = AnsweredPart(start, batch, with_grades(groups, pending.result()), seats)
-        grades = [completion.grade for group in answers.groups for completion in group.completions]
+        grades = [completion.known_grade for group in answers.groups for completion in group.completions]
         if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
             held.append(answers)
         else:
@@ -142,10 +142,12 @@ def sample_rows(done: AnsweredPart) -> list[dict]:
             "completion": completion.text,
             "answer": group.answer,
             "difficulty": done.prompts.problems[index].difficulty,
-            "reward": completion.grade.reward,
-            **{f"reward/{name}": value for name, value in (completion.grade.reward_parts or {}).items()},
-            "accurate": completion.grade.accurate,
-            "ungraded": completion.grade.failure if completion.grade.failure not in (None, FAILURES[0]) else None,
+            "reward": completion.known_grade.reward,
+            **{f"reward/{name}": value for name, value in (completion.known_grade.reward_parts or {}).items()},
+            "accurate": completion.known_grade.accurate,
+            "ungraded": completion.known_grade.failure
+            if completion.known_grade.failure not in (None, FAILURES[0])
+            else None,
             "truncated": completion.truncated,
             "tokens": completion.sampled_tokens,
         }

@@ -6,8 +6,10 @@ checkpoints at any time.
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from recjax.config import Config
 from recjax.files import MANIFEST, check_manifest
 from recjax.hub.policy import Policy
 from recjax.rollout.requests import Weights
@@ -30,15 +32,16 @@ class FollowedRun:
         """Reads no files yet; the folder need not exist."""
         self._run = run
         self._folder = run / "checkpoints"
-        self._config = None
-        self._policy = None
-        self._read_params = None
+        self._config: Config | None = None
+        self._policy: Policy | None = None
+        self._read_params: Callable[[int], dict] | None = None
         self._taken: Stamp | None = None
         self._refused: set[Stamp] = set()
 
     @property
     def policy(self) -> Policy:
         """The trained policy without adapters; available after `first`."""
+        assert self._policy is not None
         return self._policy
 
     def first(self) -> Weights:
@@ -70,10 +73,11 @@ class FollowedRun:
                 return None
             if stamp in self._refused:
                 continue
+            step = stamp[0]
             try:
-                step = stamp[0]
                 check_manifest(self._folder / str(step))
                 checkpoint_progress = progress(self._folder, step)
+                assert self._config is not None and self._read_params is not None
                 check_config_file(self._run, self._config, checkpoint_progress)
                 weights = Weights(self._read_params(step), step, checkpoint_progress.get("totals", {}).get("run"))
             except Exception as error:  # Orbax raises its own exception types

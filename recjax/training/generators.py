@@ -158,7 +158,7 @@ class Generators:
             )
         if self._begun_here:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+            quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
             if (address := self._regime.address) is None:
                 with warnings.catch_warnings():
                     # JAX warns about every fork, but this child only executes a program of Ray.
@@ -191,8 +191,9 @@ class Generators:
         if self._regime.address is None:
             # Generators on this machine share the trainer's modules, such as a user's reward, and compiled programs.
             variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-            variables["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir or ""
-            shortest_compile = jax.config.jax_persistent_cache_min_compile_time_secs
+            settings: Any = jax.config
+            variables["JAX_COMPILATION_CACHE_DIR"] = settings.jax_compilation_cache_dir or ""
+            shortest_compile = settings.jax_persistent_cache_min_compile_time_secs
             variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(shortest_compile)
         needs = {"CPU": 1.0} | ({"GPU": gpus} if gpus > 0 else {})
         self._options = {
@@ -248,8 +249,9 @@ class Generators:
             for generator in self._placed() if self._regime.swap_within else ():
                 self._actors[generator].replace_weights.remote(version, self._weights)
 
-    def issue(self, number: int, rates: None = None) -> None:
+    def issue(self, number: int, rates: Any = None) -> None:
         """Assigns a batch to the generator with the fewest batches of those for which the cluster has room."""
+        assert self._version is not None
         self.in_flight = {**self.in_flight, number: self._version}
         if not hosts.is_first():
             return
@@ -307,6 +309,7 @@ class Generators:
         return [assignment.number for assignment in self._assigned.values() if assignment.generator == generator]
 
     def _send(self, number: int, generator: int) -> None:
+        assert self._version is not None
         reference = self._actors[generator].sample.remote(number, self._version, self._weights)
         self._assigned[reference] = Assignment(number, self._version, generator)
 

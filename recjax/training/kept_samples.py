@@ -98,7 +98,7 @@ def summaries(saved: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    grade = completion.grade
+    grade = completion.known_grade
     rows = completion.rows
     is_known = all(row.behavior_logprobs is not None for row in rows)
     starts = np.cumsum([0, *(len(row.tokens) for row in rows)]).tolist()  # of each row in the joined tokens
@@ -123,7 +123,7 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
         "version": completion.policy_version,
         "tokens": token_texts(tokenizer, _joined(row.tokens for row in rows).astype(int).tolist()),
         "chosen": _joined(row.mask for row in rows).astype(int).tolist(),
-        "probability": _short(np.exp(_joined(row.behavior_logprobs for row in rows))) if is_known else None,
+        "probability": _short(np.exp(_joined(np.asarray(row.behavior_logprobs) for row in rows))) if is_known else None,
         **(turns if completion.turns else {}),
     }
 

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def check_kernels(decoder: Decoder, params: dict, batch: Batch, layout: Layout, 
     return True
 
 
-def _longest_row(batch: Batch, layout: Layout) -> tuple[tuple[np.ndarray, ...], Bool[np.ndarray, "rows time"]]:
+def _longest_row(batch: Batch, layout: Layout) -> tuple[tuple[Any, ...], Bool[Any, "rows time"]]:
     """Arguments of `_row_logprobs`, and the mask of the tokens whose log-probs are compared."""
     if layout.packed is not None:
         *arrays, ends = (x[0] for x in layout.packed[:4])
@@ -95,9 +96,9 @@ def _longest_row(batch: Batch, layout: Layout) -> tuple[tuple[np.ndarray, ...], 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "chunk", "precision"))
 def _row_logprobs(
-    decoder: Decoder, params: dict, row: tuple[Array, ...], chunk: int, precision: str | None = None
+    decoder: Decoder, params: dict, row: tuple[Any, ...], chunk: int, precision: str | None = None
 ) -> Float[Array, "rows time"]:
     """Log-probs under the policy without cuts: rounding could move a token out of a cut."""
-    score = completion_logprobs if row[1].dtype == bool else packed_logprobs
+    score: Any = completion_logprobs if row[1].dtype == bool else packed_logprobs
     with jax.default_matmul_precision(precision):
         return score(decoder, params, *row, sampling=Sampling(), chunk=chunk)[0]

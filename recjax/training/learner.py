@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,8 @@ class Learner:
         params = combine(trained.params, self.frozen)
         options = recipe.decoder, params, put_rows(batch), recipe.sampling, recipe.chunk
         # Log-probs are 0 outside a layout's minibatch.
-        return sum(score_batch(layout, *options)[0] for layout in layouts)
+        total: Any = sum(score_batch(layout, *options)[0] for layout in layouts)
+        return total
 
     def update(
         self,
@@ -180,7 +182,7 @@ class Learner:
             self.frozen,
             jax.random.fold_in(self._drop_key, batch_number),
             reference_params=self.reference,
-            teacher_params=self.teacher and self.teacher.params,
+            teacher_params=None if self.teacher is None else self.teacher.params,
             proximal_logprobs=proximal_logprobs,
             hyperparameters=numbers,
         )

@@ -52,7 +52,7 @@ class RunLog:
         # With `truncated: mask`, `seen` would drop completions whose accuracy counts all the same.
         judged = update.groups if config.task.truncated == "mask" else map(self._setup.judge.seen, update.groups)
         graded = (
-            (completion.metadata, completion.grade.accurate, completion.grade.reward)
+            (completion.metadata, completion.known_grade.accurate, completion.known_grade.reward)
             for group in judged
             for completion in group.completions
             if completion.rows
@@ -132,7 +132,7 @@ def queue_metrics(setup: Setup, source: Source, update: Update, state: State) ->
         return {}
     config = setup.config
     queue = state.queue
-    logged = {
+    logged: dict[str, Any] = {
         f"{family}/{reason}": queue.counts[f"ungraded/{reason}"] - before.counts[f"ungraded/{reason}"]
         for family, reasons in setup.failures.items()
         for reason in reasons

@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,6 +69,7 @@ def train_steps(run: Run, state: State) -> State:
         state = saved(run, state)
     traced = config.training.profile_steps
     folder = Path(config.output) / "profile"
+    batch: Any = None
     with closing(profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))) as steps:
         for step in steps:
             run.saver.check()

@@ -2,14 +2,27 @@
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from recjax.config import MeshConfig
 from recjax.errors import UserError
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.placement import AnyMesh
+
+
+@overload
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh: ...
+
+
+@overload
+def make_mesh(config: MeshConfig, devices: int) -> AbstractMesh: ...
+
+
+@overload
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None) -> AnyMesh: ...
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = None) -> AnyMesh:

@@ -162,6 +162,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
                 " training.impossible_tokens=drop drops and counts such tokens"
             )
         if bad:
+            assert self._manager is not None
             good = self._manager.latest_step()
             folder = self._manager.directory
             values = ", ".join(f"{name} = {row[name]:g}" for name in bad)
@@ -224,6 +225,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes, location: str) -> dict[str, Any]:
+    row = {}
     try:
         row = json.loads(line)
         is_row = isinstance(row, dict) and type(row.get("step")) is int
@@ -293,7 +295,7 @@ def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | No
     by_name: dict[str, list] = defaultdict(list)
     for names, accurate, reward in rows:
         for name in filter(None, (names.get("task"), "seat" in names and f"seat/{names['seat']}")):
-            by_name[name].append((accurate, reward))
+            by_name[str(name)].append((accurate, reward))
     columns = {task: np.array(by_name[task], float).T for task in sorted(by_name)}
     known = {task: rewards[~np.isnan(rewards)] for task, (_, rewards) in columns.items()}
     return {

@@ -5,10 +5,11 @@ import dataclasses
 import functools
 import json
 import logging
+import operator
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -128,8 +129,11 @@ def _untrained_policy(config: Config) -> OpenedPolicy:
     name = Path(config.model.path).name if config.model.path else f"{Path(config.output).name}-base"
     if not config.demonstrations:
         changes = {"lora": None, "freeze": [], "merge_adapter": config.model.adapter is not None}
-        return OpenedPolicy(name, *_initial(_with_model(config, changes)))
+        policy, params = _initial(_with_model(config, changes))
+        assert params is not None
+        return OpenedPolicy(name, policy, params)
     stage = Path(config.output) / FOLDER
+    assert config.warm_start is not None
     step = config.warm_start.steps
     if step not in steps_of(stage / "checkpoints"):
         raise UserError(stage, "holds no finished warm start", "train this config first")
@@ -168,7 +172,9 @@ def sampled_rows(config: Config, evaluated: OpenedPolicy, prompts: Prompts, task
         for name in np.unique(tasks) if hosts.is_first() else ():
             of_task = np.flatnonzero(tasks == name)
             texts, opened = ([column[index] for index in of_task] for column in (frame["completion"], openings))
-            frame.loc[of_task, "parsed"] = pd.Series(grading.parsed(texts, opened, str(name)), of_task, dtype=object)
+            located: Any = frame.loc
+            parsed = grading.parsed(texts, opened, str(name))
+            located[of_task, "parsed"] = pd.Series(parsed, of_task, dtype=object)
     return frame
 
 
@@ -225,8 +231,9 @@ def with_start(config: Config, overwrite: bool = True) -> Config:
     if decoder and not decoder.characters:
         train, evaluation = load_problems(theirs)
         decoder = decoder.model_copy(update={"characters": characters([*train, *evaluation])})
+    kept = {"decoder.characters"}
     shapes, trained = (
-        differences(*(each.model_dump(include=keys) for each in (model, theirs.model)), {"decoder.characters"})
+        differences(model.model_dump(include=keys), theirs.model.model_dump(include=keys), kept)
         for keys in ({"path", "decoder"}, {"lora", "freeze"})
     )
     if shapes and (model.path or model.decoder):
@@ -270,7 +277,7 @@ def with_pinned(config: Config, overwrite: bool) -> Config:
         if source is None or source == POLICY:
             continue
         known = stored.get(name)
-        run, step = split_step(known if continues(source, known) else source)
+        run, step = split_step(known if known is not None and continues(source, known) else source)
         if _is_run(run, step):
             theirs = run_config(run)
             try:
@@ -283,6 +290,7 @@ def with_pinned(config: Config, overwrite: bool) -> Config:
 
 def _with_adapter(model: ModelConfig) -> ModelConfig:
     """The model with the base of its adapter and, unless the adapter is merged, with the adapter's rank and targets."""
+    assert model.adapter is not None
     fields = adapter_fields(model.adapter)
     base = fields.get("base_model_name_or_path")
     revision = fields.get("revision") or "main"
@@ -298,6 +306,7 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
             "model.adapter = %r was trained on the base %r, not on model.path = %r", model.adapter, base, model.path
         )
     model = model.model_copy(update={"path": model.path or base})
+    assert model.adapter is not None and model.path is not None
     lora = load_adapter(model.adapter, read_config(model_folder(model.path, ("config.json",))))[0]
     if model.merge_adapter:
         return model
@@ -334,6 +343,7 @@ def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tup
         with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
             params = load_params(config, policy.decoder.config)
     if config.warm_start and not config.demonstrations:
+        assert train is not None
         params = warm_start(config, policy, params, train)
     if config.model.lora:
         key = jax.random.fold_in(jax.random.key(config.seed), 4)
@@ -368,6 +378,7 @@ def reference_params(config: Config, policy: Policy) -> dict:
 
 def teacher_shape(config: Config) -> DecoderConfig:
     """The shape of `model.teacher`, a run or a model; reads no parameters."""
+    assert config.model.teacher is not None
     run, step = split_step(Path(config.model.teacher))
     if _is_run(run, step):
         return _initial(run_config(run), False)[0].decoder.config
@@ -429,7 +440,8 @@ def run_config(run: Path) -> Config:
         values = read_yaml_file(path)
         unknown = unknown_keys(values)
         for *blocks, name in unknown:
-            functools.reduce(dict.__getitem__, blocks, values).pop(name)
+            block: Any = functools.reduce(operator.getitem, blocks, values)
+            block.pop(name)
         config = make_config(values, source=str(path))
     except UserError as error:
         raise UserError(error.where, error.problem, f"{error.remedy}{_made_by(run)}", error.value) from error
@@ -491,7 +503,8 @@ def _initial(config: Config, reads_params: bool = True) -> tuple[Policy, dict | 
     policy = policy_alone(config, characters([*train, *evaluation]))
     if not reads_params:
         return policy, None
-    prompts = prompts_of(config, policy, Task(train, evaluation, None))[0] if on_answers else None
+    nothing: Any = None  # reading prompts needs no reward
+    prompts = prompts_of(config, policy, Task(train, evaluation, nothing))[0] if on_answers else None
     return initial_policy(config, policy, prompts)
 
 
@@ -584,6 +597,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None, dtype: str, ada
     params = opened.params
     step = opened.version
     config = opened.run
+    assert config is not None
     with tempfile.TemporaryDirectory() as made:
         base = Path(made)
         if config.model.path:

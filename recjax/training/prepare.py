@@ -3,7 +3,8 @@
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(
-    config: Config, make_policy: Callable = initial_policy, reward: Callable | None = None
+    config: Config, make_policy: Callable = initial_policy, reward: Callable | Sequence[Callable] | None = None
 ) -> tuple[Setup, dict]:
     """Loads the task, the initial policy (after a warm start, if the config has one), and the experience store.
 
@@ -67,11 +68,13 @@ def prepare(
     experience = config.experience
     reads = experience is not None and not experience.follow and (experience.store or experience.mix)
     stored = load_stored(config, policy) if reads else None
-    if stored and not experience.regrade and not config.algorithm.build().reads("reward_parts"):
+    mix = None if experience is None else experience.mix
+    if stored and experience and not experience.regrade and not config.algorithm.build().reads("reward_parts"):
         warn_of_other_weights(stored.groups, config.task, task.reward)
-    joins = stored is not None and experience.mix is not None and experience.mix.of == "group"
+    joins = stored is not None and mix is not None and mix.of == "group"
     if joins:
-        check_prompts(stored.groups, agents is not None, experience.mix.store, train)
+        assert stored is not None and mix is not None
+        check_prompts(stored.groups, agents is not None, mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
@@ -92,13 +95,13 @@ def prepare(
         del initial
     if config.task.curriculum:
         train = train._replace(keys=[problem_key(problem.prompt, problem.answer) for problem in train.problems])
-    if stored and experience.missing_logprobs == "initial":
+    if stored and experience and experience.missing_logprobs == "initial":
         initial = in_compute_dtype(policy.decoder, params, copy=False)
         sampling = config.rollout.sampling()
         options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
         stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
     phases.totals["prepare"] = phases.wall_seconds
-    others = ByPrompt(stored.groups, of_problems=agents is not None) if joins else None
+    others = ByPrompt(stored.groups, of_problems=agents is not None) if stored and joins else None
     grading = Grading(config, task.reward)
     setup = Setup(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents)
     judge = judge_of(config, grading.reward.weights)
@@ -125,8 +128,9 @@ def check_problems(config: Config, task: Task) -> None:
     if jax.process_count() == 1:
         return
     pools = (task.train, task.evaluation)
-    prompts = (Prompts(None, None, [str(problem.prompt) for problem in pool], pool) for pool in pools)
-    hosts.agree("data", data_digests(config, *prompts))
+    unread: Any = None
+    train, held_out = (Prompts(unread, unread, [str(problem.prompt) for problem in pool], pool) for pool in pools)
+    hosts.agree("data", data_digests(config, train, held_out))
 
 
 def data_digests(
@@ -139,7 +143,7 @@ def data_digests(
     """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
     digests = {}
     if stored:
-        digests[f"the experience store {config.experience.store or config.experience.mix.store!r}"] = stored.digest
+        digests[f"the experience store {_store_of(config)!r}"] = stored.digest
     if demonstrations:
         digests[f"the demonstrations {config.demonstrations!r}"] = demonstrations.digest
     of_evaluation = f"first {config.evaluation.most_problems} held-out"

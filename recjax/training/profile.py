@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 def profiled_steps(
     first: int, last: int, traced: Sequence[int] | None, folder: Path, wait: Callable[[], object]
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Yields the step numbers; a trace shows each step by name until the caller requests the next one.
 
     Close the generator if the caller may leave early, so that a started trace is written.

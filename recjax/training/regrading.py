@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -41,12 +42,13 @@ def known_problems(setup: Setup) -> Known:
         for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
             group = Group("", tokens[mask], (), problem.prompt, problem.answer)
             known[content_of(group, of_problems)] = (text, problem)
+    assert setup.stored is not None
     groups = setup.stored.groups
     reward = setup.grading.reward
     for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
         task = group.completions[0].metadata.get("task")
         # Grading refuses an unknown task.
-        reward_of_task = reward.of.get(task) if isinstance(reward, MixedReward) else reward
+        reward_of_task = reward.of.get(str(task)) if isinstance(reward, MixedReward) else reward
         if reward_of_task and group.answer is None and needs_answers(reward_of_task):
             raise UserError(
                 "experience.regrade",
@@ -73,6 +75,7 @@ def regraded(setup: Setup, known: Known) -> Setup:
     grader = read_sealed(path)["grader"]
     _grade(setup, known, grader)
     hosts.wait_for_all("the grades of a store")
+    assert setup.stored is not None
     stored = with_rewards(setup.stored, grader, setup.config)
     others = ByPrompt(stored.groups, setup.agents is not None) if setup.others else None
     return setup._replace(stored=stored, others=others)
@@ -80,6 +83,7 @@ def regraded(setup: Setup, known: Known) -> Setup:
 
 def _grade(setup: Setup, known: Known, grader: str) -> None:
     """Grades the completions that have no reward of the grader, and adds the rewards to the store."""
+    assert setup.stored is not None
     groups = dataclasses.replace(setup.stored.groups, changes=())  # only training needs the changes
     graded = groups.rewards_of(grader)["graded"][groups.places]
     sizes = groups.sizes
@@ -92,8 +96,8 @@ def _grade(setup: Setup, known: Known, grader: str) -> None:
         ):
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
             text, problem = known.get(content_of(group, setup.agents is not None)) or (
-                setup.policy.tokenizer.decode(group.prompt_tokens),
-                Problem(group.prompt, group.answer, task=str(group.completions[0].metadata.get("task", ""))),
+                str(setup.policy.tokenizer.decode(group.prompt_tokens)),
+                Problem(group.prompt, cast(str, group.answer), task=str(group.completions[0].metadata.get("task", ""))),
             )
             done = groups.store.rewards(numbers.tolist(), grader) if count else ()
             for completion, number in zip(group.completions, numbers.tolist(), strict=True):
@@ -117,8 +121,9 @@ def _grade(setup: Setup, known: Known, grader: str) -> None:
     with setup.grading, step_bar("regrading", int(sizes.sum()), initial=int(graded.sum())) as bar:
         rewards = {}
         written = time.monotonic()
+        nothing: Any = [None]  # after the last batch
         # The workers grade a batch while the next one is read.
-        for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), [None])):
+        for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), nothing)):
             graded_batch = grades.result()
             if setup.agents:
                 tasks = [task.of(completion.metadata.get("task")) for _, completion, *_ in batch]

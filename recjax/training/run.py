@@ -164,7 +164,8 @@ class Logs(Protocol):
 class Saves(Protocol):
     """The members of a run folder that the loop uses; `recjax.training.checkpoint.Saver` documents them."""
 
-    newest: int | None
+    @property
+    def newest(self) -> int | None: ...
 
     def check(self) -> None: ...
 

@@ -15,9 +15,10 @@ import sys
 import sysconfig
 from collections.abc import Sequence, Set
 from datetime import UTC, date, datetime
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax.traverse_util import flatten_dict
@@ -191,7 +192,8 @@ def open_run_folder(config: Config, overwrite: bool, reward: Any = None) -> Path
         if config.training.resume_with and (output / "config.yaml").is_file():
             both = [_dotted(values) for values in (config.model_dump(), stored_config(output))]
             chosen = _chosen(config, both[1])
-            changed = differences(*({key: values[key] for key in values.keys() & chosen} for values in both))
+            ours, theirs = ({key: values[key] for key in values.keys() & chosen} for values in both)
+            changed = differences(ours, theirs)
         for name, content in problems.items():
             write_whole(output / _PASSED_FILE.format(name), content)
         _record_start(output, changed, code_digests(config, reward))
@@ -408,7 +410,8 @@ def code_digests(config: Config, function: Any = None) -> dict[str, str]:
     digests = {}
     for name in sorted({*re.findall(r"\b([a-zA-Z_][\w.]*):[a-zA-Z_]", str(config.model_dump()))}):
         with contextlib.suppress(Exception):  # no module, or its package cannot be imported, which raises anything
-            path = Path(getattr(sys.modules.get(name), "__file__", None) or importlib.util.find_spec(name).origin)
+            file = getattr(sys.modules.get(name), "__file__", None)
+            path = Path(file or str(cast(ModuleSpec, importlib.util.find_spec(name)).origin))
             if not name.startswith("recjax."):
                 digests[name] = digest(path.read_bytes())
     functions = function if isinstance(function, Sequence) else [function]
@@ -424,7 +427,7 @@ def code_digests(config: Config, function: Any = None) -> dict[str, str]:
     pending = [*digests, *(each.__module__ for each in called)]
     for name in pending:
         if name not in digests and _is_users_module(name):
-            digests[name] = digest(Path(sys.modules[name].__file__).read_bytes())
+            digests[name] = digest(Path(str(sys.modules[name].__file__)).read_bytes())
         values = [*vars(sys.modules[name]).values()] if name in sys.modules else []
         modules = {value.__name__ for value in values if inspect.ismodule(value)}
         owners = (value if inspect.isclass(value) or inspect.isfunction(value) else type(value) for value in values)

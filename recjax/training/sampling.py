@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -50,7 +50,18 @@ class PolicySampler(Protocol):
         counts: the sampler's own metrics, by name, while it is open.
     """
 
-    in_flight: Mapping[int, int]
+    @property
+    def in_flight(self) -> Mapping[int, int]:
+        """See the class."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def counts(self) -> Mapping[str, float]: ...
+
+        def __enter__(self) -> Any: ...
+
+        def __exit__(self, *exception: object) -> Any: ...
 
     def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
         """Sets the weights of batches issued from here on.
@@ -134,7 +145,7 @@ class BatchSampler(NamedTuple):
         params = self._drifted(Weights(params, version)).params
         arrived = newer or (lambda: None)
         newer = newer and (lambda: (weights := arrived()) and self._drifted(weights))
-        names = {"name": f"{prefix}{number:06d}", "source": source, "version": version, "newer": newer}
+        names: dict[str, Any] = {"name": f"{prefix}{number:06d}", "source": source, "version": version, "newer": newer}
         if self.agents:
             key = batch_key(config.seed, number)
             self.phases.device.call()
@@ -237,7 +248,10 @@ class LocalSampler(AbstractContextManager):
         """Samples all issued batches; their grades may still be computed."""
         weights = self._weights
         self._weights = None  # the update needs the memory of the weights
-        params = combine(weights(), self._frozen) if self.in_flight else {}
+        params = {}
+        if self.in_flight:
+            assert weights is not None
+            params = combine(weights(), self._frozen)
         received = [
             (number, self.sample(self._sampler, params, version, number, **self._named.pop(number)))
             for number, version in self.in_flight.items()
@@ -257,5 +271,5 @@ def _row_keys(seed: int, block: int, rows: int) -> UInt32[np.ndarray, "batches b
 
     They are computed together, as the host would otherwise wait for them behind the running update in each step.
     """
-    numbers = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
+    numbers: Any = np.arange(block * _TOGETHER, (block + 1) * _TOGETHER)
     return row_keys(jax.vmap(functools.partial(batch_key, seed))(numbers), rows)

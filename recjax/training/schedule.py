@@ -76,6 +76,7 @@ def is_wanted(
         version: version of the weights that would sample the batch.
         step: first step of a batch.
     """
+    assert regime.max_staleness is not None
     steps = regime.max_staleness - (step - 1 - version) - (updates - 1)
     return (number - 1) * every < round_ + steps // updates
 
@@ -90,4 +91,6 @@ def in_time(versions: Sequence[int], step: int, groups: int, regime: RegimeConfi
     """
     last = step - 1 + updates - 1
     turns = enumerate(sorted(versions))
-    return all(last + position // groups * updates - version <= regime.max_staleness for position, version in turns)
+    most = regime.max_staleness
+    assert most is not None
+    return all(last + position // groups * updates - version <= most for position, version in turns)

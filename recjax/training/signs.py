@@ -78,7 +78,10 @@ def no_signal(rows: Sequence[Row]) -> str | None:
     if len(rows) < STEPS_WITHOUT_SIGNAL or not all(silent):
         return None
     row = {"accuracy": math.nan, "reward": math.nan} | rows[-1]  # metrics.jsonl has no number for NaN
-    reasons = {0: "the problems are too hard, or the reward function finds no answer", 1: "the problems are too easy"}
+    reasons: dict[float, str] = {
+        0: "the problems are too hard, or the reward function finds no answer",
+        1: "the problems are too easy",
+    }
     other = "the policy writes one text for each prompt, or the reward does not depend on the completion"
     causes = filter(None, (_failures(row), reasons.get(row["accuracy"], other)))
     accuracy = "" if math.isnan(row["accuracy"]) else f", accuracy = {row['accuracy']:g}"

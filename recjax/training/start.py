@@ -7,9 +7,9 @@ import logging
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def train(
     config: Config,
     overwrite: bool = False,
     *,
-    reward: Callable | None = None,
+    reward: Callable | Sequence[Callable] | None = None,
     on_step: Callable[[dict], Any] | None = None,
     sources: Callable[[Setup, Learner], Source] = source_of,
     learner: Learner | None = None,
@@ -119,7 +119,7 @@ def train(
         del state  # another reference would keep its weights in memory during the loop
         loop.train_steps(run, first.pop())
         if hosts.is_first():
-            run.log.finish()
+            cast(RunLog, run.log).finish()
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
@@ -185,7 +185,7 @@ def compile_ahead(setup: Setup, run: Run, state: State) -> None:
     # A batch without tokens is the one that packing would gain most from.
     if layout.packed is None or is_packed(config, batch.shape):
         logger.info("compiling the update at the same time as the sampler")
-        run.learner.compile_update(state.trained, batch, layout)
+        cast(Learner, run.learner).compile_update(state.trained, batch, layout)
 
 
 class Started(NamedTuple):
@@ -303,7 +303,7 @@ def stop_requests() -> Iterator[list[int]]:
 def begin(
     config: Config,
     overwrite: bool,
-    reward: Callable | None = None,
+    reward: Callable | Sequence[Callable] | None = None,
     sources: Callable[[Setup, Learner], Source] = source_of,
     learner: Learner | None = None,
     ahead: CompilingDevice | None = None,
@@ -337,8 +337,9 @@ def begin(
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
     data = data_digests(config, setup.train, setup.held_out, setup.stored, setup.demonstrations)
-    if manager.latest_step() is not None:
-        checkpoint.check_data(config, manager.latest_step(), data)
+    latest = manager.latest_step()
+    if latest is not None:
+        checkpoint.check_data(config, latest, data)
     losses = {}
     if setup.demonstrations:
         with stop_requests() as stopping:
@@ -349,9 +350,9 @@ def begin(
     trained = begin_learner(learner, setup, params)
     del params
     weights = {checkpoint.BASE: base, **other_digests(setup, learner)}
-    if manager.latest_step() is not None:
+    if latest is not None:
         reads_base = bool(learner.frozen) or learner.initial is not None
-        checkpoint.check_weight_digests(config, manager.latest_step(), weights, reads_base)
+        checkpoint.check_weight_digests(config, latest, weights, reads_base)
     record_weights(output, weights)
     if setup.agents:
         setup.agents.older_params = older_params(config, setup.policy, learner.frozen, trained.params)

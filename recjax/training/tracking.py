@@ -24,7 +24,8 @@ from recjax.files import write_whole
 
 # tensorboardX imports torch if it can, and no setting prevents that: 2.4 s and 190 MiB in each run, also in a thread.
 # None stands for a module that cannot be imported, only while tensorboardX is being imported.
-_hides_torch = sys.modules.setdefault("torch", None) is None
+_modules: dict[str, Any] = sys.modules
+_hides_torch = _modules.setdefault("torch", None) is None
 from tensorboardX.event_file_writer import EventsWriter  # noqa: E402
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # noqa: E402
 from tensorboardX.proto.summary_pb2 import Summary  # noqa: E402

@@ -143,8 +143,9 @@ def parameter_average(rate: float) -> optax.GradientTransformation:
     def init(params):
         return Averaged(jax.tree.map(jnp.copy, params))  # the state is donated, so the two need arrays of their own
 
-    def update(updates, state, params):
-        return updates, Averaged(optax.incremental_update(optax.apply_updates(params, updates), state.average, rate))
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Averaged]:
+        moved: Any = optax.incremental_update(optax.apply_updates(params, updates), state.average, rate)
+        return updates, Averaged(moved)
 
     return optax.GradientTransformation(init, update)
 
@@ -318,7 +319,8 @@ def _batch_values(
         observed = batch.real_tokens & ~sampled_mask & sampled_mask.any(-1, keepdims=True)
         values = values._replace(observation_mask=observed)
     # The key is equal on all devices and has no rows.
-    values = jax.tree.map(devices.whole, values._replace(key=None))._replace(key=context.key)
+    no_key: Any = None
+    values = jax.tree.map(devices.whole, values._replace(key=no_key))._replace(key=context.key)
     # A forward pass over the whole batch costs a third of the update, so it runs only for what reads its results.
     if algorithm.needs_scoring if context.proximal_logprobs is None else algorithm.needs_rescoring:
         scores = scored_by(recipe.decoder, combine(state.params, context.frozen))
@@ -328,6 +330,7 @@ def _batch_values(
         read = freely_routed(batch)
         if batch.teacher_prompts is not None:
             read = read._replace(prompts=batch.teacher_prompts, prompt_mask=_teacher_prompt_mask(batch))
+        assert recipe.teacher is not None
         logprobs = scored_by(recipe.teacher, _teacher_params(state, context), read).logprobs
         values = values._replace(teacher_logprobs=logprobs)
     return values
@@ -342,6 +345,7 @@ def _teacher_params(state: TrainState, context: UpdateContext) -> dict:
 
 def _teacher_prompt_mask(batch: Batch) -> Bool[Array, "batch teacher_time"]:
     """The mask of the teacher's prompts with a token in every row: attention over no token would be NaN."""
+    assert batch.teacher_prompt_mask is not None
     return batch.teacher_prompt_mask | (jnp.arange(batch.teacher_prompt_mask.shape[1]) < 1)
 
 
@@ -353,7 +357,10 @@ def _summed(
     experts = decoder.config.experts
     divergence = recipe.algorithm.teacher_divergence
     # Parameters from outside of the differentiated function, so that no gradient flows through a policy as teacher.
-    compared = None if divergence is None else Compared(recipe.teacher, _teacher_params(state, context), divergence)
+    compared = None
+    if divergence is not None:
+        assert recipe.teacher is not None
+        compared = Compared(recipe.teacher, _teacher_params(state, context), divergence)
     # Gradients of unrolled layers are summed in that form: each micro-batch would stack them otherwise.
     params = params_for(decoder, state.params)
 
@@ -463,4 +470,5 @@ def _stepped(
         "gradient_norm": optax.tree.norm(gradient),
         "update_norm": optax.tree.norm(updates),
     }
-    return constrain_params(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), metrics
+    params: Any = optax.apply_updates(state.params, updates)
+    return constrain_params(TrainState(params, optimizer_state)), metrics

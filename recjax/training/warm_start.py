@@ -57,6 +57,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         UserError: the cache cannot be written.
     """
     if jax.process_count() > 1:
+        assert config.warm_start is not None
         return supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
     values = config.model_dump() | {"seed": config.seed_of_base}
     depends_on = {key: values[key] for key in ("seed", "model", "task", "warm_start")}
@@ -96,6 +97,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         if is_whole:
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
+        assert config.warm_start is not None
         params = supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
         for leftover in folder.parent.glob(f"{digest}*"):
             if leftover.is_dir():  # damaged, or left by a killed process
@@ -189,7 +191,8 @@ def _with_slips(
 @functools.partial(jax.jit, static_argnames=("decoder", "optimizer"), donate_argnames=("optimizer_state",))
 def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch, learning_rate):
     def cross_entropy(params):
-        logprobs, _ = completion_logprobs(decoder, params, *batch, sampling=Sampling(), chunk=1024)
+        score: Any = completion_logprobs
+        logprobs, _ = score(decoder, params, *batch, sampling=Sampling(), chunk=1024)
         return -jnp.sum(jnp.where(batch[-1], logprobs, 0.0)) / batch[-1].sum()
 
     loss, gradient = jax.value_and_grad(cross_entropy)(params)
@@ -209,6 +212,7 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
     if not config.demonstrations:
         return None
     settings = config.warm_start
+    assert settings is not None and settings.demonstrations is not None
     held_out = []
     train = _tokenized(settings.demonstrations, "warm_start.demonstrations", "train", policy, settings.max_tokens)
     if settings.held_out is not None:
@@ -265,7 +269,7 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         if any(message.get("tool_calls") for message in messages) and not reads_variable(tokenizer, "tool_calls"):
             raise UserError("tool_calls", "the chat template writes none", "take a model for tools, or remove the chat")
         end = turn_end(tokenizer)
-        ending = "" if end is None else tokenizer.convert_ids_to_tokens(end)
+        ending = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
         # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         places = [index for index in replies if messages[index].get("weight", 1) and messages[index].get("train", True)]
@@ -274,6 +278,7 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         chats, replied = ([messages[: index + more] for index in places] for more in (0, 1))
         prompts = render_chats(tokenizer, chats, variables=[variables] * len(places))
         texts = render_chats(tokenizer, replied, variables=[variables] * len(places), asks=False)
+        reply = ""
         for index, prompt, text in zip(places, prompts, texts, strict=True):
             reply, has_end, _ = text[len(prompt) :].rpartition(ending) if ending else (text[len(prompt) :], True, "")
             if not (text.startswith(prompt) and has_end):

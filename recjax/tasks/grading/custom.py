@@ -13,7 +13,7 @@ import time
 import traceback
 import types
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from recjax.files import UNREADABLE
 from recjax.tasks.grading.event_loop import run_to_end
 from recjax.tasks.grading.reward import MOST_REWARD, SCORE, Reward, check_part_names
 from recjax.workers import Workers
+
+if TYPE_CHECKING:
+    from recjax.tasks.problems import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class Answered(NamedTuple):
     @classmethod
     def to(
         cls,
-        problem: "recjax.tasks.problems.Problem",
+        problem: "Problem",
         prompt: str,
         completion: str,
         length: int,
@@ -119,12 +122,12 @@ def needs_answers(reward: Reward) -> bool:
     forms = [_form(single) for single in reward.functions.values()]
     # `check_signature` refuses fewer lists by position.
     return any(
-        len(form.by_position) > 2 or any(form.by_name.get(name) for name in ("answers", reward.answer))
+        len(form.by_position) > 2 or any(form.by_name.get(str(name)) for name in ("answers", reward.answer))
         for form in forms
     )
 
 
-def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Problem"]) -> Reward:
+def with_columns(reward: Reward, *splits: Sequence["Problem"]) -> Reward:
     """The reward with the columns of all problems.
 
     Args:
@@ -145,7 +148,7 @@ def with_columns(reward: Reward, *splits: Sequence["recjax.tasks.problems.Proble
     return _knowing_columns(reward, [*itertools.chain(*splits)])
 
 
-def _knowing_columns(reward: Reward, rows: Sequence["recjax.tasks.problems.Problem | Answered"]) -> Reward:
+def _knowing_columns(reward: Reward, rows: Sequence["Problem | Answered"]) -> Reward:
     columns = tuple(dict.fromkeys(name for row in rows for name in row.columns))
     return reward._replace(columns=columns, answer=reward.answer if any(row.answer for row in rows) else None)
 
@@ -167,6 +170,7 @@ def check_signature(reward: Reward, rows: str = "no problem has") -> None:
             " TRL, score(completions, **columns)"
         )
     elif missing:
+        assert reward.columns is not None
         known = ["prompts", "completions", *(["answers", reward.answer] if reward.answer else []), *reward.columns]
         problem = (
             f", but {rows} a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}: rename the"
@@ -265,7 +269,7 @@ def _notes_raises() -> None:
 
     There, a comprehension is no frame of its own, and the function has lost its variables when the error arrives here.
     """
-    monitoring = getattr(sys, "monitoring", None)
+    monitoring: Any = getattr(sys, "monitoring", None)
     free = [number for number in (4, 3) if monitoring and monitoring.get_tool(number) is None]  # the others have names
     if free:
         monitoring.use_tool_id(free[0], "recjax")
@@ -278,7 +282,7 @@ def _note_variables(code: types.CodeType, offset: int, error: BaseException) -> 
     noted = _noted.get()
     if noted is None or noted.error is error:
         return
-    frame = sys._getframe()
+    frame: Any = sys._getframe()
     while frame.f_code is not code:
         frame = frame.f_back
     held = {id(value) for value in frame.f_locals.values()}
@@ -339,6 +343,7 @@ def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str
     prompts = [row.prompt for row in rows]
     completions = [row.completion for row in rows]
     answers = [row.answer for row in rows]
+    assert reward.columns is not None
     columns = {name: [row.columns.get(name) for row in rows] for name in reward.columns}
     if reward.reads_chats or not form.by_position:
         prompts = [row.chat or row.prompt for row in rows]

@@ -31,6 +31,7 @@ def run_to_end(result: Any) -> Any:
         while True:
             # A task that raises SystemExit stops the loop; all other tasks continue.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                assert _loop is not None
                 _loop.run_forever()
 
     with _starting:
@@ -62,7 +63,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
         if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 # Some tasks do not end when canceled; asyncio itself also silences its message about them in this way.
-                task._log_destroy_pending = False
+                task._log_destroy_pending = False  # type: ignore  # asyncio has no public name for it
                 task.cancel()
             await asyncio.wait(tasks, timeout=_END_SECONDS)
 

@@ -92,10 +92,12 @@ class Grading:
         """Kills the worker processes, even while they work; a reward in this process is left alone."""
         if self._workers:
             self._workers.__exit__()
+        assert self._thread is not None
         self._thread.shutdown()
 
     def submit(self, rows: Sequence[Answered]) -> "Future[Scores]":
         """A future of a batch's scores; its `result()` raises any exception of the grading."""
+        assert self._thread is not None
         return self._thread.submit(self._scores, rows)
 
     def _scores(self, rows: Sequence[Answered]) -> Scores:
@@ -201,12 +203,14 @@ class Grading:
     def _remote(self, reward: Reward, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
         """The parts, or the failure, of each list of indices in `rows`, from the worker processes."""
         limits = self._config.grading
-        outcomes = []
+        assert self._workers is not None
+        workers = self._workers
+        outcomes: list[tuple[list[int], dict[str, list[float]] | str]] = []
         settings = reward._replace(function=None, remote=None)  # the workers hold the function
 
         def started(indices: list[int]) -> tuple[list[int], Future]:
             copies = [rows[index]._replace(columns=dict(rows[index].columns)) for index in indices]
-            return indices, self._workers.call(remote_parts, settings, copies, seconds=limits.seconds * len(indices))
+            return indices, workers.call(remote_parts, settings, copies, seconds=limits.seconds * len(indices))
 
         short = [index for index, row in enumerate(rows) if len(row.completion) <= limits.max_characters]
         outcomes.append((sorted({*range(len(rows))} - {*short}), "too_long"))
@@ -266,6 +270,7 @@ class Grading:
             The failure and the result of each row; the result of a failure is None.
         """
         limit = self._config.grading.max_characters
+        assert self._workers is not None
         calls = [
             self._workers.call(grade_row, function, whole_reply(opening, row[0]), *row[1:])
             if len(row[0]) <= limit

@@ -42,7 +42,7 @@ class Reward(NamedTuple):
     """
 
     name: str
-    function: Callable[..., Any] | tuple[Callable[..., Any], ...]
+    function: Any
     per_row: bool
     weights: Mapping[str, float]
     seconds: float | None = None
@@ -182,13 +182,13 @@ def passed_name(function: Any) -> str:
             value=function,
         )
     name = PYTHON + getattr(function, "__name__", type(function).__name__).strip("<>")
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    code: Any = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     # Python 3.13 keeps the text of `python -c` as <string>, which is also the file name of code from eval and exec.
     if getattr(code, "co_filename", "") == "<string>" and getattr(function, "__module__", "") != "__main__":
         return name
     try:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
-        outside = {}
+        outside: dict[str, Any] = {}
     except (OSError, TypeError, SyntaxError):
         return name
     if inspect.isfunction(function):
@@ -196,7 +196,7 @@ def passed_name(function: Any) -> str:
         for each in codes:  # comprehensions and inner functions follow
             codes += filter(inspect.iscode, each.co_consts)
         names = {name for each in codes for name in each.co_names} & function.__globals__.keys()
-        outside = {key: function.__globals__[key] for key in names} | inspect.getclosurevars(function).nonlocals
+        outside = {key: function.__globals__[key] for key in names} | dict(inspect.getclosurevars(function).nonlocals)
     source = [
         ast.unparse(node)
         for node in ast.walk(tree)
@@ -273,7 +273,7 @@ def is_accurate(
     else:
         return None
     right = np.float32(score) >= np.float32(success)  # training has rewards in float32: 0.9 is at least 0.9 there
-    return right if np.ndim(right) else bool(right)
+    return np.asarray(right) if np.ndim(right) else bool(right)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ class RewardModel:
         if is_chat := self._tokenizer.chat_template is not None or not all(isinstance(each, str) for each in prompts):
             texts = render_chats(self._tokenizer, chats, asks=False)
         else:
-            texts = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
+            texts = [str(prompt) + text for prompt, text in zip(prompts, completions, strict=True)]
         encoded = encode_prompts(self._tokenizer, texts, rendered=is_chat, vocabulary=self._config.vocab_size)
         order = sorted(range(len(encoded)), key=lambda index: -len(encoded[index]))
         scores = np.zeros(len(encoded))
