@@ -172,7 +172,7 @@ def import_texts(place: str, rows: int) -> dict[str, float]:
 def regrade(place: str) -> dict[str, float]:
     """Grades all rows as a run with `experience.regrade` does before its first step."""
     with tempfile.TemporaryDirectory() as folder:
-        config, policy = subject(place)
+        config, _policy = subject(place)
         options = [f"experience.store={place}", "warm_start=null", "experience.regrade=true", f"output={folder}"]
         config = load_config(CONFIG, options)
         # A run without parameters, which only training needs.

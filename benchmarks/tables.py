@@ -176,12 +176,11 @@ def _checks(checks: dict[str, dict]) -> list[str]:
 
 
 def _peaks(result: dict[str, Any]) -> list[str]:
-    lines = [
+    return [
         f"Peaks in {precision}: {peak['flops'] / 1e9:.0f} GFLOP/s, {peak['bytes'] / 1e9:.1f} GB/s ({peak['from']})."
         for precision, peak in result["peaks"].items()
         if peak
     ]
-    return lines
 
 
 def _notes(notes: dict[str, dict]) -> list[str]:

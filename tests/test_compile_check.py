@@ -178,7 +178,7 @@ def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
 @pytest.mark.campaign
 def test_a_batch_is_sampled_from_a_copy_only_where_the_sampler_keeps_its_weights(planned):
     def sampler(*options):
-        return [*ahead.arguments_of(planned(*options), "sample")][0]
+        return next(iter(ahead.arguments_of(planned(*options), "sample")))
 
     assert (
         sampler("regime.sync_interval=2")
@@ -187,7 +187,7 @@ def test_a_batch_is_sampled_from_a_copy_only_where_the_sampler_keeps_its_weights
     )
     assert sampler("regime.sync_interval=1", "model.dtype=float32") == "trained parameters"
     cast = planned("regime.sync_interval=1", "model.dtype=bfloat16")
-    assert [*ahead.arguments_of(cast, "sample")][0] == "weights as they compute"
+    assert next(iter(ahead.arguments_of(cast, "sample"))) == "weights as they compute"
     peaks = phase_bytes(compile_check.compiled_items(cast, {"sample": ahead.Program(7, 0.0)}))
     assert peaks["sample"] == bytes_on_device((cast.held, cast.sampler)) + 7
 

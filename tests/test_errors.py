@@ -17,7 +17,7 @@ class Silent:
 
 
 @pytest.mark.parametrize(
-    "error, line",
+    ("error", "line"),
     [
         (UserError("a.b", "is wrong", "remove it", 3), "a.b = 3: is wrong; remove it"),
         (UserError("a.b", "is wrong", "remove it", None), "a.b = None: is wrong; remove it"),

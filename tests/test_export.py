@@ -59,7 +59,7 @@ def finished(request, tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    run, config, prepared, params = finished
+    run, _config, prepared, params = finished
     source = export(str(run), None, str(tmp_path / "out"), None, "float32")
     assert source == f"{run} after step 2"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -88,7 +88,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
 
 @pytest.mark.slow
 def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
-    run, config, prepared, _ = finished
+    run, config, _prepared, _ = finished
     older, (_, policy, newer, version, *_) = open_policy(run, step=1).params, open_policy(run)
     assert version == 2 and policy.decoder.config.lora is None
     moved = {path for path, leaf in flatten(newer).items() if not np.array_equal(leaf, flatten(older)[path])}
@@ -128,7 +128,7 @@ def test_contradicting_or_unreadable_sources_are_refused(unstarted, tmp_path):
 
 @pytest.mark.parametrize("finished", [MOVED], indirect=True)
 def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path):
-    run, config, *_ = finished
+    run, _config, *_ = finished
     with pytest.raises(ValueError, match="step 7: .* holds the steps 1, 2; name one of them"):
         export(str(run), None, str(tmp_path / "out"), 7, "float32")
     shutil.copytree(run, tmp_path / "changed")

@@ -52,7 +52,7 @@ def without_time(rows):
 
 
 def test_rows_say_what_was_drawn(tiny, generated):
-    config, _, prepared, _ = tiny
+    _config, _, prepared, _ = tiny
     assert len(generated) == 3 * 4 * 4 and len({row.group_id for row in generated}) == 12
     texts = [problem.prompt for problem in prepared.train.problems]
     for row in generated:

@@ -109,7 +109,7 @@ def test_processes_meet_in_any_order_and_ignore_other_programs(port, caplog):
 
 
 @pytest.mark.parametrize(
-    "calls, message",
+    ("calls", "message"),
     [
         ([(4, 0), (4, 2)], "processes 1, 3 of 4 did not come within 2 s; check --coordinator"),
         ([(2, 0), (3, 1)], "came with --processes 3 --process_id 1, to process 0 with --processes 2; give all the"),
@@ -156,7 +156,7 @@ runpy.run_module("recjax.train", run_name="__main__", alter_sys=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, messages",
+    ("kind", "messages"),
     [
         (
             "resumed",

@@ -4,22 +4,17 @@ import ast
 import collections
 import re
 
-import pytest
-
-from tests import shape_checking
 from tests.package_files import ROOT, trees
-from tests.test_rooms import ROOT, trees
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def public_names_of_several_files():
-    names = collections.Counter(
-        node.name
-        for tree in trees().values()
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and node.name != "main"
-    )
+    names = collections.Counter()
+    for tree in trees().values():
+        kinds = ast.FunctionDef | ast.ClassDef
+        defined = {node.name for node in tree.body if isinstance(node, kinds)}  # once, also with overloads
+        names.update(name for name in defined if not name.startswith("_") and name != "main")
     return {name for name, count in names.items() if count > 1}
 
 
@@ -80,20 +75,3 @@ def test_the_page_follows_a_logprob():
             waiting += called_by(*function, way)
     missing = [function for function in way if function not in reached]
     assert not missing, f"no function of the table calls {missing}: add the functions between to docs/architecture.md"
-
-
-@pytest.mark.parametrize("kind", [int, Float[np.ndarray, "rows"]])
-def test_tests_check_a_function_at_each_definition_within_another(kind):
-    def defined(factor, kind=kind):
-        @shape_checking.jaxtyped(typechecker=shape_checking.checked)
-        def scaled(value: kind) -> kind:
-            return value * factor
-
-        return scaled
-
-    value = 2 if kind is int else np.full(3, 2.0)
-    assert [np.max(defined(factor)(value)) for factor in (3, 5)] == [6, 10], "each has its own variables"
-    for factor, wrong in ((3, "text"), (0.5j, value)):  # an argument, and a result
-        with pytest.raises(Exception, match="violates|Type-check"):
-            defined(factor)(wrong)
-    assert defined(2, str)("ab") == "abab", "its own annotations"

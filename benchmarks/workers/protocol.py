@@ -1,5 +1,6 @@
 """A worker's side of the benchmark: requests come in as lines of JSON, answers go out. Standard library and NumPy."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -145,10 +146,8 @@ def _one_line(error: Exception) -> str:
 
 def _forget_peak() -> None:
     """Resets the kernel's peak of resident memory, where possible."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def _peak_resident_bytes() -> int:

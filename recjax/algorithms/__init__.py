@@ -41,19 +41,19 @@ _PUBLIC = {
 }
 _ALIASES = {"build": "build_algorithm"}
 __all__ = [
-    "PRESETS",
     "AXES",
+    "PRESETS",
     "Algorithm",
     "BatchValues",
-    "Scored",
     "RowTerms",
+    "Scored",
     "TermScores",
-    "row_terms",
-    "token_terms",
-    "token_loss",
-    "loss",
     "build",
+    "loss",
     "resolve",
+    "row_terms",
+    "token_loss",
+    "token_terms",
 ]
 
 # Expects tokens, mask and behavior_logprobs [batch, time], rewards and group_ids [batch], logits [batch, time, vocab].

@@ -173,7 +173,7 @@ def with_initial_logprobs(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     # A store may be larger than memory, so only the log-probs of a small one stay in memory.
-    file = tempfile.SpooledTemporaryFile(_SMALL, dir=str(folder))
+    file = tempfile.SpooledTemporaryFile(_SMALL, dir=str(folder))  # noqa: SIM115 – the caller closes it
     shown = hosts.is_first() and len(lacking) > _LONG * shape.prompts
     with progress_bar("log-probs", len(lacking), unit="group", shown=shown) as bar:
         for start in range(0, len(lacking), shape.prompts):

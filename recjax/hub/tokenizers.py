@@ -351,7 +351,7 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tok
         head = _decode(tokenizer, context)
     text = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
     # The tokens may complete a character at the end of the context.
-    return text[len(head) if text.startswith(head) else len(os.path.commonprefix([head, text])) :]
+    return text[len(head) if text.startswith(head) else len(os.path.commonprefix([head, text])) :]  # noqa: RUF071 – compares texts, not paths
 
 
 def decode_each_after(

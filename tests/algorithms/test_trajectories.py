@@ -67,7 +67,7 @@ def numbers(algorithm, example: Example, trajectories=None):
 def test_two_rows_of_a_trajectory_are_one_completion(preset):
     algorithm, example = build_algorithm(preset, PRESETS[preset]), make_example()
     split, trajectories = halves(example)
-    one, gradient, rows, scalars = numbers(algorithm, example)
+    one, gradient, _rows, scalars = numbers(algorithm, example)
     two, parts, _, others = numbers(algorithm, split, trajectories)
     assert float(one[1]) > 0 and np.abs(gradient).max() > 0
     np.testing.assert_allclose(two, one, rtol=2e-4, atol=2e-5)

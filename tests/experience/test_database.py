@@ -93,7 +93,7 @@ def test_a_damaged_index_gives_no_reward_and_is_made_again(db, name):
         rewarded = {number for number, record in enumerate(opened.records(), 1) if record.completion.grade}
         assert (
             rewarded
-            == {3} | {"row 0": {1}, "row 8": {9}, "group 0": {1, 2}, "group 1": {4, 5, 6}}[[*entry.values()][0]]
+            == {3} | {"row 0": {1}, "row 8": {9}, "group 0": {1, 2}, "group 1": {4, 5, 6}}[next(iter(entry.values()))]
         )
 
 

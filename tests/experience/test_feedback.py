@@ -1,5 +1,6 @@
 """Late rewards: every pending row gets its own, once, and a bad line changes nothing."""
 
+import itertools
 import json
 import re
 import signal
@@ -91,7 +92,7 @@ def test_in_any_order_and_any_portions_it_is_the_same_store(tmp_path_factory, or
     for part in (ROWS[:2], ROWS[2:6]):
         append(folder, part)
     edges = sorted({0, 6, *cuts})
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in itertools.pairwise(edges):
         give_rewards(folder, [{"id": f"row {i}", "reward": i / 4} for i in order[start:end]])
     assert rewards(folder) == [i / 4 for i in range(6)]
 

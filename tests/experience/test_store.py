@@ -536,7 +536,7 @@ def test_flipped_bits_and_cut_files_are_noticed_or_harmless(db, tmp_path, seed):
                 grouped(store)
                 found = list(store.records())
         except ValueError as error:
-            assert "Traceback" not in str(error)
+            assert "Traceback" not in str(error)  # noqa: PT017 – the file may also be readable
             noticed += 1
         else:
             assert all(map(same, found, expected)) and len(found) == len(expected)

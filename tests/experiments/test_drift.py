@@ -29,7 +29,7 @@ def test_a_reward_that_the_programs_lack_is_refused():
         seed_of(config)
 
 
-SCALES = {cause: 0.2 for cause in plan.CAUSES}
+SCALES = dict.fromkeys(plan.CAUSES, 0.2)
 SHORT = [*SMALL, "training.checkpoint_every=8"]
 
 

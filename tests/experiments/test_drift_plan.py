@@ -15,7 +15,7 @@ from recjax.analysis.sweeps import read_sweep
 from recjax.config.schema import AlgorithmConfig
 
 PLAN, METHODS, CHECKS = plan.PLAN, plan.METHODS, plan.CHECKS
-SCALES = {cause: 0.1 for cause in plan.CAUSES}
+SCALES = dict.fromkeys(plan.CAUSES, 0.1)
 PAIRS = [check for check in CHECKS if check["second"] != "none"]
 
 

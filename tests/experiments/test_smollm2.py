@@ -129,7 +129,7 @@ def test_folder_contents_and_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    ("changes", "message"),
     [
         ({"architecture": "qwen2"}, "general.architecture = 'qwen2' is not supported, only 'llama'"),
         ({"pre": "llama-bpe"}, "tokenizer.ggml.pre = 'llama-bpe' is not supported, only 'smollm'"),

@@ -87,7 +87,7 @@ def _config(made: Subject) -> Any:
     run_folder.check_run_folder(given, overwrite=False)
     config = run_config(made.output)
     run_folder.check_config_file(made.output, config, checkpoint.progress(made.output / "checkpoints", 12))
-    fixed = {key: value for key, value in run_folder._dotted(config.model_dump()).items()}
+    fixed = dict(run_folder._dotted(config.model_dump()).items())
     return {key: value for key, value in fixed.items() if key not in MAY_CHANGE}
 
 

@@ -323,7 +323,7 @@ def test_an_imported_chat_is_what_the_template_would_write(chat, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "template, end",
+    ("template", "end"),
     [
         (None, None),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", None),

@@ -390,7 +390,7 @@ def test_the_text_half_of_a_multimodal_model_is_read_and_exported_as_a_model_of_
     assert_close(our_logits(config, params), scores)
     export_model(tmp_path / "out", config, params, base)
     again, _ = load_pretrained(tmp_path / "out")
-    model, exported = torch_logits(tmp_path / "out")
+    _model, exported = torch_logits(tmp_path / "out")
     assert again == config and "vision" not in (tmp_path / "out" / "config.json").read_text()
     assert_close(exported, scores)
     # Other versions of transformers have other names and, for Qwen, the fields of both halves next to each other.

@@ -278,7 +278,7 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path, file, eos):
         stop_token_ids(llama_like(), folder=tmp_path)
 
 
-@pytest.mark.parametrize("text, tokens", [("abc", r"\['ab', 'c'\]"), ("", r"\[\]")])
+@pytest.mark.parametrize(("text", "tokens"), [("abc", r"\['ab', 'c'\]"), ("", r"\[\]")])
 def test_a_stop_string_must_be_one_token(text, tokens):
     with pytest.raises(ValueError, match=f"stop string '{text}': must be exactly one token, but .* {tokens}"):
         stop_token_ids(llama_like(), [text])
@@ -428,7 +428,7 @@ def test_the_bytes_of_words_have_their_space_and_special_tokens_are_their_names(
 
 
 @pytest.mark.parametrize(
-    "content, package",
+    ("content", "package"),
     [
         (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", "sentencepiece"),
         (b"IQ== 0\nIg== 1\n", "tiktoken"),

@@ -287,7 +287,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 @pytest.mark.parametrize(
-    "changes, theta, scaling",
+    ("changes", "theta", "scaling"),
     [
         ({}, 500.0, None),
         ({"rope_parameters": LINEAR}, 7.0, RopeScaling("linear", 2.0)),
@@ -332,7 +332,7 @@ ALTERNATING = ["sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
-    "changes, options",
+    ("changes", "options"),
     [
         ({"pretraining_tp": 2, "unsloth_version": "1"}, {}),
         ({"model_type": "mistral", "sliding_window": 5}, {"windows": (5, 5)}),
@@ -372,7 +372,7 @@ def test_config_fields_of_families(tmp_path, changes, options):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    ("changes", "message"),
     [
         ({"model_type": "dbrx"}, "model_type 'dbrx': is not supported; use a model of type llama, mistral, "),
         ({"model_type": None}, "model_type None: is not supported"),
@@ -508,7 +508,7 @@ def without(name):
 
 
 @pytest.mark.parametrize(
-    "tensors, message",
+    ("tensors", "message"),
     [
         (without(KEY), rf"1 tensors .* none of the safetensors files, first '{KEY}'; check num_hidden_layers"),
         (without("lm_head.weight"), "first 'lm_head.weight'; check num_hidden_layers and tie_word_embeddings"),

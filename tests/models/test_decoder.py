@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ def test_saved_forms(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    "name, change",
+    ("name", "change"),
     [
         pytest.param("other theta and epsilon", {"rope_theta": 60.0}, marks=pytest.mark.slow),
         pytest.param("linear", {"rope_scaling": None}, marks=pytest.mark.slow),
@@ -131,7 +132,7 @@ def test_rotary_settings_matter(tmp_path, name, change):
 
 
 @pytest.mark.parametrize(
-    "name, remat", [pytest.param("grouped, tied", "none", marks=pytest.mark.campaign), ("wide heads", "full")]
+    ("name", "remat"), [pytest.param("grouped, tied", "none", marks=pytest.mark.campaign), ("wide heads", "full")]
 )
 def test_gradient_is_that_of_torch(tmp_path, name, remat):
     model = torch_model(tmp_path, MODELS[name], {})
@@ -210,7 +211,7 @@ def test_only_position_differences_matter():
 
 
 @pytest.mark.parametrize(
-    "splits, options",
+    ("splits", "options"),
     [
         pytest.param((9,), {}, marks=pytest.mark.campaign),
         pytest.param((3, 7), {}, marks=pytest.mark.campaign),
@@ -224,7 +225,7 @@ def test_earlier_tokens_as_contexts_change_nothing(splits, options):
     whole, (keys, values) = run(decoder, params, tokens, positions, mask)
     edges = (0, *splits, tokens.shape[1])
     contexts = ()
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         part = slice(start, stop)
         hidden, new = run(decoder, params, tokens[:, part], positions[:, part], mask[:, part], contexts)
         real = mask[:, part]
@@ -281,7 +282,7 @@ def test_packed_sequences_share_what_is_before_them():
         assert_close(packed[0, places], hidden[0, 3:], 2e-5)
 
 
-@pytest.mark.parametrize("options, tolerance", [({"remat": "full"}, 1e-5), ({"dtype": jnp.bfloat16}, 0.03)])
+@pytest.mark.parametrize(("options", "tolerance"), [({"remat": "full"}, 1e-5), ({"dtype": jnp.bfloat16}, 0.03)])
 def test_how_it_runs_does_not_change_what_it_computes(options, tolerance):
     inputs = small_batch()
     base, _ = run(Decoder(SMALL), small_params(), *inputs)

@@ -1,6 +1,7 @@
 """What the log-probs of a completion must be whose weights were replaced on the way."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ def logprobs_across(
     of_inputs = np.concatenate([np.full(len(prefix) - 1, versions[0]), versions])
     bounds = [0, *(np.flatnonzero(np.diff(of_inputs)) + 1), len(of_inputs)]
     contexts, scores = [], []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         weights, part = params[int(of_inputs[start])], (slice(None), slice(start, stop))
         asked = everything[part], positions[part], real[part], tuple(contexts)
         of_part, context = scores_and_context(decoder, weights, *asked)

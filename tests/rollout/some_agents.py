@@ -141,10 +141,8 @@ async def by_column(problem: Problem, policy: AgentPolicy):
             await asyncio.Event().wait()
         case "deaf":
             while True:
-                try:
+                with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    pass
         case "nonsense":
             return "a lot"
         case "digits in a text":

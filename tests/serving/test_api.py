@@ -77,7 +77,8 @@ def test_prompts_of_every_kind_and_number(client):
         ids,
         ids,
         ids[:0] + TOKENIZER.encode("c"),
-    ] + [TOKENIZER.encode("c")]
+        TOKENIZER.encode("c"),
+    ]
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3] and "prompt_token_ids" not in reply
 
 

@@ -436,7 +436,7 @@ def test_a_completion_that_is_deleted_while_it_gets_its_reward_is_unknown(db, mo
         real = getattr(Store, name)
 
         def deleted(self, *arguments, real=real):
-            self.delete([*self.numbers("id").values()][0] if self.last().completions else [])
+            self.delete(next(iter(self.numbers("id").values())) if self.last().completions else [])
             return real(self, *arguments)
 
         with serve(db) as client:

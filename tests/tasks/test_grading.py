@@ -388,7 +388,7 @@ def test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong(kind, monke
             scores = grading.submit(rows).result(timeout=60)
             found[key] = scores.accurate.tolist()
             paid.add(tuple(scores.rewards.tolist()))
-    assert found == dict.fromkeys(settings, [True, False, True, False])
+    assert found == {setting: [True, False, True, False] for setting in settings}
     assert len(paid) == len(settings), "the rewards differ"
 
 

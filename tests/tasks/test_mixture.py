@@ -262,7 +262,7 @@ def test_pass_rates_are_measured_once_and_continued(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "task, message",
+    ("task", "message"),
     [
         ({"arithmetic": {"problems": ["1..9 % 1..9"]}}, r"task.mixture.b.arithmetic.problems: '1..9 % 1..9'"),
         ({"arithmetic": {}, "reward": "math:absent"}, "task.mixture.b.reward = 'math:absent'"),

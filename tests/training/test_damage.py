@@ -304,7 +304,7 @@ def test_threads_of_orbax_log_no_error_that_the_run_raises(caplog):
 
 
 def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkeypatch):
-    config, folder = run
+    config, _folder = run
 
     def full(*args):
         raise OSError(28, "No space left on device")

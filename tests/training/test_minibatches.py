@@ -159,7 +159,7 @@ def test_minibatch_gradients_add_up_to_that_of_the_batch(preset):
         return jax.tree.map(lambda before, after: before - after, initial(), params), metrics
 
     kept = kept_tokens(preset, batch)
-    whole, of_whole = gradient_and_tokens(Layout())
+    whole, _of_whole = gradient_and_tokens(Layout())
     total, tokens, rows = jax.tree.map(jnp.zeros_like, whole), 0, np.zeros(len(batch.rewards), int)
     for index in range(PASSES.minibatches):
         layout = layout_of(batch, index)

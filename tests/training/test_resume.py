@@ -278,7 +278,9 @@ def test_the_number_of_held_out_problems_may_change_and_older_checkpoints_know_n
     data = checkpoint.progress(Path(tiny("run").output) / "checkpoints", 3)["totals"]["data"]
     assert [*data] == ["the train problems of task.arithmetic", "the first 10 held-out problems of task.arithmetic"]
     check_data(
-        tiny("run", "evaluation.problems=9"), 3, {[*data][0]: data[[*data][0]], "the first 9 held-out problems": "x"}
+        tiny("run", "evaluation.problems=9"),
+        3,
+        {next(iter(data)): data[next(iter(data))], "the first 9 held-out problems": "x"},
     )
     with pytest.raises(
         ValueError, match="changed since .*train problems.* then, x now.*and the pass rates in .*pass_rates"

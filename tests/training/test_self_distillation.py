@@ -119,7 +119,7 @@ def test_a_teacher_with_the_same_weights_and_prompts_changes_nothing():
     group = len(batch.rewards) // len(batch.prompts)
     own = np.zeros((2, len(batch.rewards), ROOM), np.int32)
     own[:, :, :4] = np.repeat([batch.prompts, batch.prompt_mask], group, axis=1)
-    params, teacher, metrics = step(batch._replace(teacher_prompts=own[0], teacher_prompt_mask=own[1] > 0))
+    params, _teacher, metrics = step(batch._replace(teacher_prompts=own[0], teacher_prompt_mask=own[1] > 0))
     # Of a teacher with other weights, they are about 1.
     for name in ("loss", "teacher_divergence", "teacher_kl", "update_norm"):
         assert abs(metrics[name]) < 1e-5, name
@@ -155,7 +155,7 @@ def test_the_gradient_leaves_the_teacher_alone_and_the_average_follows():
     generator, start = np.random.default_rng(3), jax.device_get(initial())
     direction = jax.tree.map(lambda x: generator.normal(size=x.shape).astype(np.float32), start)
     size = 2e-3
-    (above, sampled_above), (below, sampled_below), (here, sampled) = (
+    (above, sampled_above), (below, sampled_below), (_here, sampled) = (
         slope(jax.tree.map(lambda x, d, sign=sign: x + np.float32(sign * size) * d, start, direction))
         for sign in (1, -1, 0)
     )
