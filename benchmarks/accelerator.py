@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 
-from recjax.files import write_whole
+from recjax.runtime.files import write_whole
 
 FLAGS = flags.FLAGS
 REPOSITORY = Path(__file__).parents[1]

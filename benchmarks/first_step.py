@@ -21,7 +21,7 @@ import psutil
 from absl import app, flags
 
 from benchmarks.run import machine, say
-from recjax.files import write_whole
+from recjax.runtime.files import write_whole
 
 FLAGS = flags.FLAGS
 REPOSITORY = Path(__file__).parents[1]

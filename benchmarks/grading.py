@@ -24,10 +24,10 @@ from absl import app, flags
 from benchmarks.systems import System, interpreter
 from benchmarks.tables import put_into_page, table
 from recjax import __version__
-from recjax.cache import cache_folder
 from recjax.config import Config, GradingConfig
-from recjax.tasks.grading.pool import Answered, Grading
-from recjax.tasks.grading.reward import load_reward
+from recjax.rewards.pool import Answered, Grading
+from recjax.rewards.reward import load_reward
+from recjax.runtime.cache import cache_folder
 from tests.grading.reward_cases import math_tables
 
 FLAGS = flags.FLAGS

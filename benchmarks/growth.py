@@ -21,7 +21,7 @@ from absl import app, flags
 
 from benchmarks.run import machine
 from benchmarks.tables import show
-from recjax.console import progress_bar
+from recjax.runtime.console import progress_bar
 
 CONFIG = Path(__file__).parent.parent / "experiments" / "quickstart.yaml"
 TENTHS = 10

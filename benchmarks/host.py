@@ -32,16 +32,18 @@ from recjax.config import Config, load_config
 from recjax.experience.group import Grade
 from recjax.experience.layout import Layout
 from recjax.hub.policy import Policy
+from recjax.logs import kept_samples, log
+from recjax.logs.metrics import MetricsWriter
 from recjax.models.decoder import Decoder
 from recjax.rollout import collecting, decoding
 from recjax.rollout.decoding import Decoded, RoundOptions, SlotState
 from recjax.rollout.keys_values import Memory
-from recjax.training import kept_samples, learner, log, loop, start
+from recjax.runs import start
+from recjax.runs.sources import source_of
+from recjax.sources.sampling import BatchSampler
+from recjax.sources.stored import StoreSource
+from recjax.training import learner, loop
 from recjax.training.evaluation import Evaluation, HeldOut
-from recjax.training.metrics import MetricsWriter
-from recjax.training.sampling import BatchSampler
-from recjax.training.sources import source_of
-from recjax.training.store_source import StoreSource
 from recjax.training.update import TokenResults, TrainState
 
 CONFIG = """

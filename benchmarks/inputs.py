@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from benchmarks.shapes import Shape, Sizes
 from recjax.errors import UserError
-from recjax.files import write_manifest
 from recjax.hub.export import export_model, write_base
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.runtime.files import write_manifest
 
 NEVER = "<never>"  # the end-of-sequence token: its id is the first that no model has
 

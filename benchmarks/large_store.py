@@ -28,21 +28,21 @@ from absl import app, flags
 from benchmarks import tables
 from benchmarks.run import machine
 from recjax.config import Config, load_config
-from recjax.console import progress_bar
 from recjax.experience.batch import pad
-from recjax.experience.drawing import groups_at
-from recjax.experience.foreign import Columns
 from recjax.experience.group import Completion, Grade, Group, Row
-from recjax.experience.store import Record, Store  # both from here, as other checkouts have no file of records
-from recjax.experience.stored import load_stored
-from recjax.experience.tokenize import tokenizer_name
 from recjax.hub.policy import Policy, policy_alone
 from recjax.import_experience import import_files
+from recjax.runs.regrading import known_problems, regraded
+from recjax.runtime.console import progress_bar
+from recjax.sources.drawing import groups_at
+from recjax.store.foreign import Columns
+from recjax.store.store import Record, Store  # both from here, as other checkouts have no file of records
+from recjax.store.stored import load_stored
+from recjax.store.tokenize import tokenizer_name
 from recjax.training.mesh import make_mesh
-from recjax.training.regrading import known_problems, regraded
 
 try:
-    from recjax.training.prepare import prepare
+    from recjax.runs.prepare import prepare
 except ImportError:  # where other checkouts have it
     from recjax.training.run import prepare
 

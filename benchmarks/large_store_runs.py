@@ -20,7 +20,7 @@ from absl import app, flags
 from benchmarks import tables
 from benchmarks.large_store import CONFIG, make_store
 from benchmarks.run import machine
-from recjax.console import progress_bar
+from recjax.runtime.console import progress_bar
 
 STEPS = 3
 SHORT = ["warm_start=null", f"training.steps={STEPS}", "evaluation.problems=16", "rollout.max_completion_tokens=48"]

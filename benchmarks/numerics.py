@@ -23,29 +23,29 @@ import numpy as np
 import pandas as pd
 from absl import flags
 
-from recjax import hosts
-from recjax.cache import keep_compiled_programs
 from recjax.config import Config, LoraConfig, MeshConfig, load_config
-from recjax.console import command, define_process_flags, start
 from recjax.errors import UserError
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Group, Row
 from recjax.experience.layout import Layout, packed_layout, score
-from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host, put_params
 from recjax.models.sampling import Sampling, TokenRecord
 from recjax.models.trainable import flatten, in_compute_dtype, unflatten, with_adapters
 from recjax.models.unrolling import unrolled_for_training
 from recjax.plots.style import COLORS, finish, new_figure
+from recjax.remote.client import RemoteEngine
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.engine import Engine
-from recjax.rollout.remote import RemoteEngine
 from recjax.rollout.requests import Request
+from recjax.runs.policies import open_policy
+from recjax.runtime import hosts
+from recjax.runtime.cache import keep_compiled_programs
+from recjax.runtime.console import command, define_process_flags, start
+from recjax.runtime.files import json_text, write_whole, writing
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import Prompts, encode_problems
 from recjax.training.mesh import make_mesh
-from recjax.training.policies import open_policy
 
 FLAGS = flags.FLAGS
 PROMPTS, GROUP, MOST_TOKENS = 4, 4, 128  # prompts, completions of each, and most tokens of a completion

@@ -20,12 +20,12 @@ from rich.table import Table
 
 from benchmarks.costs import SPEEDS
 from recjax.config import Config, load_config
-from recjax.console import command, plain_console, start
 from recjax.planning.dry_run import DryRun, count, dry_run
 from recjax.planning.programs import Plan, compile_executable, executables_of, most_iterations, plan, programs_of
 from recjax.planning.sampling import Executable, sampling_of
 from recjax.planning.targets import ACCELERATORS, GIB, Devices, load_target, named_devices
 from recjax.rollout.plan import state_bytes
+from recjax.runtime.console import command, plain_console, start
 
 FLAGS = flags.FLAGS
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")

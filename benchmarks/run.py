@@ -34,10 +34,10 @@ from benchmarks.inputs import write_inputs
 from benchmarks.rows import make_rows
 from benchmarks.shapes import SHAPES
 from benchmarks.systems import SYSTEMS, System, interpreter, named
-from recjax.cache import cache_folder
 from recjax.errors import UserError
-from recjax.files import write_whole
-from recjax.host_memory import with_tunables
+from recjax.runtime.cache import cache_folder
+from recjax.runtime.files import write_whole
+from recjax.runtime.memory import with_tunables
 
 FLAGS = flags.FLAGS
 REPOSITORY = Path(__file__).parent.parent

@@ -35,11 +35,11 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.inputs import word_tokenizer, write_random_model
 from benchmarks.run import machine
 from benchmarks.shapes import SMALL
-from recjax.cache import keep_compiled_programs
 from recjax.hub.tokenizers import encode_prompts
 from recjax.models.sampling import Sampling
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
+from recjax.runtime.cache import keep_compiled_programs
 from recjax.serve import load as load_model
 from recjax.serving.running import PREFIX_TIME
 from recjax.serving.sampler import Limits, Sampler

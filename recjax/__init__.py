@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 IS_COMMAND = dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "").startswith("recjax.")
 if IS_COMMAND:
-    from recjax.host_memory import prepare_host_memory
+    from recjax.runtime.memory import prepare_host_memory
 
     prepare_host_memory()  # in commands, before JAX starts threads
 

@@ -22,7 +22,6 @@ import pandas as pd
 
 from recjax.algorithms.options import did_you_mean, require
 from recjax.analysis.samples import results
-from recjax.cache import keep_compiled_programs
 from recjax.config import (
     KEYS,
     MAY_CHANGE,
@@ -36,36 +35,37 @@ from recjax.config import (
 )
 from recjax.config.fields import ConfigBlock, value_of
 from recjax.config.yaml_values import read_yaml_file
-from recjax.console import show_messages
 from recjax.errors import UserError
 from recjax.examples import config_file
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
-from recjax.experience.missing_logprobs import with_logprobs
 from recjax.experience.records import Record
-from recjax.experience.tokenize import tokenized
-from recjax.files import digest
 from recjax.hub.tokenizers import stop_token_ids
+from recjax.logs.metrics import read_metrics
 from recjax.models.placement import row_shards
 from recjax.models.sampling import Sampling
 from recjax.planning.dry_run import warn_of_memory
+from recjax.rewards.custom import needs_answers, with_columns
+from recjax.rewards.reward import named_weights, passed_name
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.plan import power_of_two
+from recjax.runs.checkpoint import steps_of
+from recjax.runs.folder import is_finished
+from recjax.runs.policies import export_checkpoint, open_policy, run_config, sampled_rows
+from recjax.runs.start import STOPPED, train
+from recjax.runtime.cache import keep_compiled_programs
+from recjax.runtime.console import show_messages
+from recjax.runtime.files import digest
+from recjax.runtime.workers import refuse_while_loading
+from recjax.sources.generators import require_ray
+from recjax.store.missing_logprobs import with_logprobs
+from recjax.store.tokenize import tokenized
 from recjax.tasks.files import file_problems, keep_rows, rows_file
-from recjax.tasks.grading.custom import needs_answers, with_columns
-from recjax.tasks.grading.reward import named_weights, passed_name
 from recjax.tasks.loading import load_rewards, load_task
 from recjax.tasks.problems import Problem, Task, checked_messages
 from recjax.tasks.prompts import encode_problems, prompts_of
-from recjax.training.checkpoint import steps_of
-from recjax.training.generators import require_ray
 from recjax.training.loop import Preempted
 from recjax.training.mesh import make_mesh
-from recjax.training.metrics import read_metrics
-from recjax.training.policies import export_checkpoint, open_policy, run_config, sampled_rows
-from recjax.training.run_folder import is_finished
-from recjax.training.start import STOPPED, train
-from recjax.workers import refuse_while_loading
 
 AnyPrompts = Sequence[str | list[dict[str, str]]]
 
@@ -141,7 +141,7 @@ def run(
         Preempted: on Ctrl-C and signals, after the current step and its checkpoint; a script that does not catch it
             ends with one line.
         UserError: a worker process imports the module of this call for the reward.
-        (others): see `recjax.training.start.train`.
+        (others): see `recjax.runs.start.train`.
     """
     refuse_while_loading("recjax.run")
     is_function = callable(on_step) and not inspect.iscoroutinefunction(on_step)
@@ -415,7 +415,7 @@ class TrainedPolicy:
     def export(self, folder: str | Path, dtype: str = "float32", adapters: bool = False) -> Path:
         """Writes a folder that transformers and other programs load, and returns it.
 
-        `recjax.training.policies.export_checkpoint` describes the arguments.
+        `recjax.runs.policies.export_checkpoint` describes the arguments.
         """
         export_checkpoint(self._run, Path(folder), self.step, dtype, adapters)
         return Path(folder)

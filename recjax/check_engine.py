@@ -16,12 +16,12 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from recjax.cache import keep_compiled_programs
 from recjax.config import load_config
-from recjax.console import command, start
 from recjax.planning.engine_checks import FAIL, EngineCheck, Line, check_config
+from recjax.runs.policies import open_policy
+from recjax.runtime.cache import keep_compiled_programs
+from recjax.runtime.console import command, start
 from recjax.training.mesh import make_mesh
-from recjax.training.policies import open_policy
 
 FLAGS = flags.FLAGS
 

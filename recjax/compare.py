@@ -31,10 +31,10 @@ from recjax.analysis.compare import (
     resumed_changes,
 )
 from recjax.analysis.statistics import LEVEL, MIN_SEEDS, SEED, band, seeds_needed, sign_flip_p, student_interval
-from recjax.console import command, start
 from recjax.errors import UserError
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import COLORS, GREY, LABELS, save_figure
+from recjax.runtime.console import command, start
 
 FLAGS = flags.FLAGS
 

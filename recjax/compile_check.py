@@ -15,7 +15,6 @@ from absl import flags
 from rich.console import Console
 
 from recjax.config import load_config
-from recjax.console import command, plain_console, start
 from recjax.errors import UserError
 from recjax.planning.dry_run import (
     Item,
@@ -31,6 +30,7 @@ from recjax.planning.dry_run import (
 from recjax.planning.programs import CAST, Plan, Program, compiled, plan, programs_of
 from recjax.planning.sampling import most_completions
 from recjax.planning.targets import GIB, larger_slices, load_target
+from recjax.runtime.console import command, plain_console, start
 
 FLAGS = flags.FLAGS
 

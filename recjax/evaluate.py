@@ -19,25 +19,25 @@ import jax
 from absl import flags
 from rich.table import Table
 
-from recjax import hosts
 from recjax.analysis.samples import results
-from recjax.cache import keep_compiled_programs
 from recjax.config import Config, TaskConfig, load_config
 from recjax.config.yaml_values import read_yaml_file, write_yaml
-from recjax.console import command, define_process_flags, plain_console, start
 from recjax.errors import UserError
-from recjax.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.models.trainable import fingerprint
 from recjax.plots.samples import draw_evaluation
+from recjax.runs.folder import check_processes, differences
+from recjax.runs.policies import OpenedPolicy, open_policy, sampled_rows
+from recjax.runs.prepare import check_problems
+from recjax.runtime import hosts
+from recjax.runtime.cache import keep_compiled_programs
+from recjax.runtime.console import command, define_process_flags, plain_console, start
+from recjax.runtime.files import json_text, partial_of, whole_file, write_whole, writing
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems, without_long_prompts
 from recjax.training.evaluation import warn_of_ungraded
 from recjax.training.mesh import make_mesh
-from recjax.training.policies import OpenedPolicy, open_policy, sampled_rows
-from recjax.training.prepare import check_problems
-from recjax.training.run_folder import check_processes, differences
 
 FLAGS = flags.FLAGS
 
@@ -81,7 +81,7 @@ def evaluate(
     problems and noise, and equal weights from two places give equal numbers.
 
     Args:
-        checkpoint: name of the checkpoint; see `recjax.training.policies.open_policy`.
+        checkpoint: name of the checkpoint; see `recjax.runs.policies.open_policy`.
         output: folder to write; None: a folder in runs/evaluations with the names of model and task.
         everything: flag to evaluate on all problems of the task, and not only on held-out ones.
     Raises:

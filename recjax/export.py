@@ -15,12 +15,12 @@ from pathlib import Path
 from absl import flags
 from huggingface_hub import HfApi
 
-from recjax.console import command, start
 from recjax.errors import UserError
 from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
-from recjax.training.policies import export_checkpoint
+from recjax.runs.policies import export_checkpoint
+from recjax.runtime.console import command, start
 
 FLAGS = flags.FLAGS
 

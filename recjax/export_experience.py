@@ -10,10 +10,10 @@ from pathlib import Path
 
 from absl import flags
 
-from recjax.console import command, start
 from recjax.errors import UserError
-from recjax.experience.exchange import export_store
-from recjax.experience.store import Store
+from recjax.runtime.console import command, start
+from recjax.store.exchange import export_store
+from recjax.store.store import Store
 
 FLAGS = flags.FLAGS
 

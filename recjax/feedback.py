@@ -12,11 +12,11 @@ from pathlib import Path
 
 from absl import flags
 
-from recjax.console import command, start
 from recjax.errors import UserError
-from recjax.experience.database import store_name
-from recjax.experience.feedback import Given, give_rewards
-from recjax.experience.store import Store
+from recjax.runtime.console import command, start
+from recjax.store.database import store_name
+from recjax.store.feedback import Given, give_rewards
+from recjax.store.store import Store
 from recjax.tasks.reading import read_file
 
 FLAGS = flags.FLAGS

@@ -23,38 +23,38 @@ from typing import Any
 import jax
 from absl import flags
 
-from recjax import hosts
+from recjax.agents.agents import Agents
 from recjax.algorithms.options import require
-from recjax.cache import keep_compiled_programs
-from recjax.clocks import PhaseSeconds
 from recjax.config import Config, load_config
-from recjax.console import command, define_process_flags, start
 from recjax.errors import UserError
-from recjax.experience.database import exists, store_name
 from recjax.experience.group import Group, with_grades
 from recjax.experience.records import Record, records_of
-from recjax.experience.store import Store
-from recjax.experience.tokenize import tokenizer_name
-from recjax.files import digest
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import encode_after, reads_clock
+from recjax.logs.metrics import step_bar
 from recjax.models.trainable import fingerprint
-from recjax.rollout.agents import Agents
+from recjax.remote.client import RemoteEngine
+from recjax.remote.server import Address, read_keys
+from recjax.rewards.custom import Answered
+from recjax.rewards.pool import Grading
 from recjax.rollout.collecting import Grades
-from recjax.rollout.remote import RemoteEngine
-from recjax.rollout.server import Address, read_keys
-from recjax.tasks.grading.custom import Answered
-from recjax.tasks.grading.pool import Grading
+from recjax.runs.folder import check_processes, code_digests
+from recjax.runs.policies import for_sampling, open_policy, run_config, with_start
+from recjax.runs.prepare import check_problems, prepare, untrained
+from recjax.runtime import hosts
+from recjax.runtime.cache import keep_compiled_programs
+from recjax.runtime.clocks import PhaseSeconds
+from recjax.runtime.console import command, define_process_flags, start
+from recjax.runtime.files import digest
+from recjax.sources.sampling import BatchSampler
+from recjax.store.database import exists, store_name
+from recjax.store.store import Store
+from recjax.store.tokenize import tokenizer_name
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import characters
 from recjax.tasks.prompts import Prompts, batch_prompts, encode_problems, prompts_digest, without_long_prompts
 from recjax.training.mesh import make_mesh
-from recjax.training.metrics import step_bar
-from recjax.training.policies import for_sampling, open_policy, run_config, with_start
-from recjax.training.prepare import check_problems, prepare, untrained
-from recjax.training.run_folder import check_processes, code_digests
-from recjax.training.sampling import BatchSampler
 
 FLAGS = flags.FLAGS
 

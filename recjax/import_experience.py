@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from recjax.console import command, start
 from recjax.errors import UserError
-from recjax.experience.exchange import TOGETHER, read_exported
-from recjax.experience.foreign import Columns, Imported, import_rows
 from recjax.experience.records import Record
-from recjax.experience.store import Change, Store
-from recjax.host_memory import disable_collector
 from recjax.models.sampling import Sampling
+from recjax.runtime.console import command, start
+from recjax.runtime.memory import disable_collector
+from recjax.store.exchange import TOGETHER, read_exported
+from recjax.store.foreign import Columns, Imported, import_rows
+from recjax.store.store import Change, Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,8 +55,8 @@ def import_files(
     """
     vocabulary = name = None
     if tokenizer:  # whose imports take seconds
-        from recjax.experience.tokenize import tokenizer_name
         from recjax.hub.tokenizers import load_tokenizer
+        from recjax.store.tokenize import tokenizer_name
 
         vocabulary = load_tokenizer(tokenizer)
         name = tokenizer_name(vocabulary)

@@ -15,12 +15,12 @@ from absl import flags
 from rich.console import Console
 from rich.table import Column, Table
 
-from recjax.console import command, plain_console, start
 from recjax.errors import UserError
 from recjax.experience.group import is_whole, reward_spread
 from recjax.experience.records import Record, groups_of
-from recjax.experience.store import Store
 from recjax.plots.store import by_source, draw_store, has_logprobs, length
+from recjax.runtime.console import command, plain_console, start
+from recjax.store.store import Store
 
 FLAGS = flags.FLAGS
 

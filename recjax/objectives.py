@@ -6,8 +6,8 @@ python -m recjax.objectives
 from rich.table import Table
 
 from recjax.algorithms.catalog import FIELD, PAPER, changes_of
-from recjax.console import command, plain_console, start
 from recjax.errors import UserError
+from recjax.runtime.console import command, plain_console, start
 
 
 @command

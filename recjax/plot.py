@@ -20,11 +20,11 @@ from recjax.analysis.collect import axes_of, check_metrics, collect, read_folder
 from recjax.analysis.compare import final, held_out_metric, in_words, minus_line, paired_seeds
 from recjax.analysis.statistics import MIN_SEEDS, band, estimate
 from recjax.analysis.sweeps import SweepRun, read_sweep
-from recjax.console import command, plain_console, start
 from recjax.errors import UserError
-from recjax.files import writing
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import LABELS, save_figure
+from recjax.runtime.console import command, plain_console, start
+from recjax.runtime.files import writing
 
 FLAGS = flags.FLAGS
 

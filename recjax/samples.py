@@ -16,13 +16,13 @@ from typing import Any
 
 from absl import flags
 
-from recjax.console import command, start
 from recjax.errors import UserError
-from recjax.files import json_text, write_whole
+from recjax.logs.kept_samples import folder_of
+from recjax.runs.folder import is_finished
+from recjax.runs.policies import run_config
+from recjax.runtime.console import command, start
+from recjax.runtime.files import json_text, write_whole
 from recjax.tasks.reading import read_file
-from recjax.training.kept_samples import folder_of
-from recjax.training.policies import run_config
-from recjax.training.run_folder import is_finished
 
 FLAGS = flags.FLAGS
 LOOK_SECONDS = 2.0  # between two looks at the completions of a run in training
@@ -47,7 +47,7 @@ def sample_page(runs: Sequence[dict[str, Any]]) -> str:
 
     Args:
         runs: one or two runs, each with `name`, `about` (a description in a few words), and `rows` as
-            `recjax.training.kept_samples` writes them, in order of steps. With `follows`, the browser reads the page
+            `recjax.logs.kept_samples` writes them, in order of steps. With `follows`, the browser reads the page
             again every few seconds and shows the run's newest step.
     """
     # "<" would end the element that holds the data, were it of "</script>".

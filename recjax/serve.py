@@ -20,20 +20,20 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from recjax.cache import keep_compiled_programs
 from recjax.config import Config
-from recjax.console import command, start
 from recjax.errors import UserError
-from recjax.experience.database import store_name
 from recjax.hub.policy import Policy
 from recjax.hub.weights import load_pretrained, read_config, warn_beyond_context
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import put_params
+from recjax.remote.server import KEY_VARIABLE, read_keys
 from recjax.rollout.requests import Weights
-from recjax.rollout.server import KEY_VARIABLE, read_keys
-from recjax.training.followed_run import FollowedRun
+from recjax.runs.followed_run import FollowedRun
+from recjax.runs.policies import for_sampling, open_policy, run_config
+from recjax.runtime.cache import keep_compiled_programs
+from recjax.runtime.console import command, start
+from recjax.store.database import store_name
 from recjax.training.mesh import make_mesh
-from recjax.training.policies import for_sampling, open_policy, run_config
 
 FLAGS = flags.FLAGS
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

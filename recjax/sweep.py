@@ -30,10 +30,10 @@ from pathlib import Path
 from absl import flags
 
 from recjax.analysis.sweeps import LOGS, SweepRun, read_sweep
-from recjax.console import command, progress_bar, start
 from recjax.errors import UserError
-from recjax.training.run_folder import is_finished
-from recjax.workers import cores, end_with_parent
+from recjax.runs.folder import is_finished
+from recjax.runtime.console import command, progress_bar, start
+from recjax.runtime.workers import cores, end_with_parent
 
 FLAGS = flags.FLAGS
 LOOK_SECONDS = 1.0  # between two looks at the metrics of the active runs

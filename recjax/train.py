@@ -20,8 +20,8 @@ from absl import flags
 
 from recjax.config import load_config
 from recjax.config.help import help_text
-from recjax.console import command, define_process_flags, plain_console, start
 from recjax.errors import UserError
+from recjax.runtime.console import command, define_process_flags, plain_console, start
 from recjax.tasks.problems import question_of
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def main(argv: list[str]) -> None:
     if not FLAGS.dry_run:
         config = load_config(FLAGS.config, argv[1:])
     # These imports take seconds, so --help and config errors come first.
-    from recjax import hosts
     from recjax.api import run
-    from recjax.cache import keep_compiled_programs
     from recjax.planning.dry_run import print_dry_run
+    from recjax.runs.folder import check_processes, check_run_folder
+    from recjax.runtime import hosts
+    from recjax.runtime.cache import keep_compiled_programs
     from recjax.training.loop import Preempted
-    from recjax.training.run_folder import check_processes, check_run_folder
 
     if FLAGS.dry_run:
         keep_compiled_programs()

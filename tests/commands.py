@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from recjax.host_memory import with_tunables
+from recjax.runtime.memory import with_tunables
 
 ROOT = Path(__file__).parents[1]
 # Everything that commands import, and no command: it defines its flags when it starts.

@@ -220,7 +220,7 @@ def prompt_generators():
 
     Ray gives them the lowest priority, at which they wait for all other tests.
     """
-    from recjax.training.generators import keep_ray_on_loopback
+    from recjax.sources.generators import keep_ray_on_loopback
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_worker_niceness", "0")

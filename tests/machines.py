@@ -25,7 +25,22 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = [f"tests/{name}" for name in ("algorithms", "models", "training", "rollout", "experience", "hub")]
+FOLDERS = [
+    f"tests/{name}"
+    for name in (
+        "algorithms",
+        "models",
+        "training",
+        "rollout",
+        "agents",
+        "experience",
+        "store",
+        "sources",
+        "logs",
+        "runs",
+        "hub",
+    )
+]
 QUICK = "not slow and not campaign"
 # What compares numbers with a tolerance, or arrays bit for bit.
 COMPARISONS = re.compile(r"allclose|all_close|isclose|approx\(|array_equal|trees_all_equal|assert_close|assert_same_")

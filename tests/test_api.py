@@ -18,22 +18,25 @@ import pandas as pd
 import pytest
 
 import recjax
-from recjax import Config, api, console, host_memory, open_run, run
+from recjax import Config, api, open_run, run
 from recjax.config import GradingConfig, load_config
 from recjax.hub.policy import policy_alone
+from recjax.logs.metrics import read_metrics
 from recjax.models.sampling import Sampling
 from recjax.planning.dry_run import warn_of_memory
+from recjax.rewards.custom import Answered, custom_parts, needs_answers, with_columns
+from recjax.rewards.pool import FAILURES, Grading
+from recjax.rewards.reward import load_reward, named_weights, passed_name
+from recjax.runs import start
+from recjax.runs.checkpoint import best_step, steps_of
+from recjax.runs.policies import OpenedPolicy
+from recjax.runtime import console
+from recjax.runtime import memory as host_memory
 from recjax.tasks.files import keep_rows
-from recjax.tasks.grading.custom import Answered, custom_parts, needs_answers, with_columns
-from recjax.tasks.grading.pool import FAILURES, Grading
-from recjax.tasks.grading.reward import load_reward, named_weights, passed_name
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem
-from recjax.training import loop, start
-from recjax.training.checkpoint import best_step, steps_of
-from recjax.training.metrics import read_metrics
-from recjax.training.policies import OpenedPolicy
-from tests.tasks.test_grading import CONFIG, submitted
+from recjax.training import loop
+from tests.rewards.test_grading import CONFIG, submitted
 from tests.training.counting import CountingLearner, Interrupted, killed, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, one_device, without_times
 
@@ -57,7 +60,7 @@ def digits(prompts, completions, answers) -> list[float]:
 def cached(tmp_path, monkeypatch):
     """A cache and figures of the test's own."""
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("recjax.training.log.draw_training", lambda *given: given[2].parent.mkdir(exist_ok=True))
+    monkeypatch.setattr("recjax.logs.log.draw_training", lambda *given: given[2].parent.mkdir(exist_ok=True))
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from recjax.config import load_config
 from recjax.models.decoder import Decoder, init_params
 from recjax.planning import engine_checks
 from recjax.planning.engine_checks import FAIL, NOTE, PASS, EngineCheck, check_config
-from recjax.rollout import dialects
+from recjax.remote import dialects
+from recjax.remote.sampler import EngineSampler
+from recjax.runs.policies import OpenedPolicy
 from recjax.serve import pushed_reader
 from recjax.serving.guards import Guarded
-from recjax.training.engine_sampler import EngineSampler
-from recjax.training.policies import OpenedPolicy
 from tests.marks import slow_except
 from tests.serving.some_server import LIMITS, listening
 from tests.test_remote_experience import config, fake, policy_of

@@ -11,10 +11,10 @@ import pytest
 from recjax.algorithms import advantages
 from recjax.config import make_config
 from recjax.experience.batch import sampled_shape
-from recjax.tasks.grading.pool import FAILURES, overlong_penalty
-from recjax.tasks.grading.reward import OVERLONG, is_accurate, load_reward
+from recjax.rewards.pool import FAILURES, overlong_penalty
+from recjax.rewards.reward import OVERLONG, is_accurate, load_reward
 from recjax.tasks.problems import check_last_message
-from tests.tasks.test_grading import custom, scores_of, unjudged
+from tests.rewards.test_grading import custom, scores_of, unjudged
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 VALUES = {"output": "unset", "model": {"path": "none"}, "task": {"arithmetic": {"problems": ["1 + 1"]}}}

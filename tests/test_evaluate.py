@@ -13,8 +13,8 @@ from recjax import evaluate as command
 from recjax.config import TaskConfig, load_config
 from recjax.evaluate import evaluate, seen_in_training, split_arguments
 from recjax.export import export
+from recjax.runs import policies
 from recjax.tasks.loading import load_task
-from recjax.training import policies
 from tests import commands
 from tests.training.counting import MovingLearner, prepared_batch, sampled_by
 from tests.training.tiny_run import TINY, train

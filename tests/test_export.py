@@ -21,9 +21,9 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups
-from recjax.training import checkpoint, policies
-from recjax.training.policies import open_policy
-from recjax.training.prepare import prepare
+from recjax.runs import checkpoint, policies
+from recjax.runs.policies import open_policy
+from recjax.runs.prepare import prepare
 from recjax.training.update import TrainState, make_optimizer
 from tests import commands
 from tests.hub.test_families import forward

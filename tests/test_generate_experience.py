@@ -11,12 +11,12 @@ import pytest
 
 from recjax import generate_experience
 from recjax.config import load_config
-from recjax.experience.store import Store
-from recjax.experience.tokenize import tokenized
 from recjax.generate_experience import generate, read_flags
 from recjax.models.logprobs import Sampling, completion_logprobs
-from recjax.training.policies import open_policy
-from recjax.training.prepare import prepare
+from recjax.runs.policies import open_policy
+from recjax.runs.prepare import prepare
+from recjax.store.store import Store
+from recjax.store.tokenize import tokenized
 from tests import commands
 from tests.closeness import assert_same_logprobs
 from tests.commands import Command
@@ -186,7 +186,7 @@ def test_a_runs_policies_draw_what_they_drew_in_training(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_trajectories_of_agents_are_generated_in_any_portions(tiny, tmp_path):
-    agent = ["task.agent=tests.rollout.some_agents:paid_by_answer", "rollout.max_context_tokens=32"]
+    agent = ["task.agent=tests.agents.some_agents:paid_by_answer", "rollout.max_context_tokens=32"]
     config = load_config(tiny[1], [*SETTINGS, *agent])
     assert generate(config, tmp_path / "once.db", 2, None, None, "initial") == 2
     assert [generate(config, tmp_path / "twice.db", steps, None, None, "initial") for steps in (1, 2)] == [1, 1]
@@ -200,7 +200,7 @@ def test_trajectories_of_agents_are_generated_in_any_portions(tiny, tmp_path):
 @pytest.mark.slow
 def test_agents_that_failed_without_a_reward_are_not_kept(tiny, tmp_path):
     """Training drops them too; as pending completions they would hold up their groups."""
-    agent = ["task.agent=tests.rollout.some_agents:fails_at_even_answers", "rollout.max_context_tokens=32"]
+    agent = ["task.agent=tests.agents.some_agents:fails_at_even_answers", "rollout.max_context_tokens=32"]
     generate(load_config(tiny[1], agent), tmp_path / "s.db", 1, None, None, "initial")
     rows = read_columns(tmp_path / "s.db")
     assert 0 < len(rows) < 4 * 4 and all(row.reward == 1 and int(row.answer) % 2 for row in rows)

@@ -13,12 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recjax.experience import exchange
-from recjax.experience.exchange import export_store, read_exported
-from recjax.experience.foreign import Columns, import_rows
 from recjax.experience.group import Grade
-from recjax.experience.store import Store
-from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.hub.chat_rendering import set_template_kwargs
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
@@ -26,10 +21,15 @@ from recjax.import_experience import import_exports, import_files
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
+from recjax.store import exchange
+from recjax.store.exchange import export_store, read_exported
+from recjax.store.foreign import Columns, import_rows
+from recjax.store.store import Store
+from recjax.store.tokenize import tokenized, tokenizer_name
 from tests import commands
 from tests.experience.rows import append, columns_of, read, read_columns, same
-from tests.experience.test_store import ROWS
 from tests.marks import slow
+from tests.store.test_store import ROWS
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 PLAIN = [

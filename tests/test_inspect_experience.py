@@ -2,10 +2,10 @@
 
 import pytest
 
-from recjax.console import plain_console
 from recjax.experience.records import groups_of
 from recjax.inspect_experience import chosen_records, print_summary, summary
 from recjax.plots.store import by_source, draw_store
+from recjax.runtime.console import plain_console
 from tests.experience.rows import append, make_row, read, text_row
 from tests.marks import slow
 

@@ -10,11 +10,12 @@ import pytest
 
 from recjax.config import load_config
 from recjax.experience.group import sets_to_lists
-from recjax.experience.tokenize import tokenized, tokenizer_name
 from recjax.generate_experience import generate_remotely
 from recjax.hub.policy import policy_alone
-from recjax.rollout import dialects, remote, server
-from recjax.rollout.server import Address, read_keys
+from recjax.remote import client as remote
+from recjax.remote import dialects, server
+from recjax.remote.server import Address, read_keys
+from recjax.store.tokenize import tokenized, tokenizer_name
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, characters
 from tests.experience.rows import read_columns

@@ -163,7 +163,7 @@ def flags_of(program: str) -> flags.FlagValues | argparse.ArgumentParser | None:
         warnings.simplefilter("ignore")  # the module has been imported
         for define in [name for name in dir(flags) if name.startswith(("DEFINE_", "mark_flag"))]:
             patch.setattr(flags, define, functools.partial(getattr(flags, define), flag_values=defined))
-        for run in ("absl.app.run", "recjax.console.start"):
+        for run in ("absl.app.run", "recjax.runtime.console.start"):
             patch.setattr(run, lambda main, **options: None)
 
         def parse(parser, *args, **options):

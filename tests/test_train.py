@@ -11,7 +11,7 @@ import pytest
 
 import recjax
 from recjax.config import load_config
-from recjax.training.start import train
+from recjax.runs.start import train
 from tests import commands
 from tests.training.tiny_run import TINY
 

@@ -17,23 +17,25 @@ import pydantic
 import pytest
 import yaml
 
-from recjax import compile_check, console, evaluate
+from recjax import compile_check, evaluate
 from recjax.algorithms import presets
 from recjax.analysis import sweeps
 from recjax.config import load_config, make_config
 from recjax.errors import UserError
-from recjax.experience import following, store, stored, teacher_prompts, tokenize
-from recjax.experience.store import Store
+from recjax.experience import teacher_prompts
 from recjax.hub import weights
 from recjax.planning import dry_run
+from recjax.rewards import reward_model
+from recjax.rewards.custom import Answered, custom_parts
+from recjax.rewards.reward import load_reward
+from recjax.runs import policies, sources, warm_start
+from recjax.runtime import console
+from recjax.store import following, store, stored, tokenize
+from recjax.store.store import Store
 from recjax.tasks import reading, rewards
-from recjax.tasks.grading import reward_model
-from recjax.tasks.grading.custom import Answered, custom_parts
-from recjax.tasks.grading.reward import load_reward
-from recjax.training import policies, sources, warm_start
+from tests.config.test_refusals import CASES
 from tests.experience.rows import make_row, text_row
-from tests.test_refusals import CASES
-from tests.test_rooms import PATHS, is_command
+from tests.package_files import PATHS, is_command
 from tests.training.tiny_run import TINY, train
 
 # Mistakes in a program, as a fault of recjax would make them.
@@ -227,7 +229,7 @@ def test_commands_end_with_the_traceback_of_a_fault(name, error, monkeypatch):
 PROGRAM = """
 import sys
 from absl import app
-from recjax import console
+from recjax.runtime import console
 from recjax.errors import UserError
 
 @console.command

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.workers.protocol import Inputs, Stopwatch, System, serve
-from recjax.cache import keep_compiled_programs
 from recjax.config import TrainingConfig, load_config
 from recjax.experience.batch import Batch, pad, to_learn_from
 from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import choose_layout
-from recjax.host_memory import SETTLING_STEPS, close_gaps
 from recjax.hub.policy import Policy
 from recjax.models.decoder import init_params
 from recjax.models.logprobs import completion_logprobs
@@ -24,10 +22,12 @@ from recjax.models.sampling import Sampling
 from recjax.models.trainable import combine
 from recjax.rollout.collecting import row_keys, sample_groups, submit
 from recjax.rollout.decoding import sample_tokens
-from recjax.training import checkpoint
+from recjax.runs import checkpoint
+from recjax.runs.start import begin
+from recjax.runtime.cache import keep_compiled_programs
+from recjax.runtime.memory import SETTLING_STEPS, close_gaps
 from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
-from recjax.training.start import begin
 from recjax.training.update import UpdateContext, hyperparameters_of, recipe_of, update
 
 CONFIG = """
@@ -45,7 +45,7 @@ class DrawingLearner(Learner):
 
     @staticmethod
     def initial_policy(config: TrainingConfig, policy: Policy, train: object) -> tuple[Policy, dict]:
-        """See `recjax.training.policies.initial_policy`."""
+        """See `recjax.runs.policies.initial_policy`."""
         return policy, init_params(policy.decoder.config, jax.random.key(0))
 
 

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
+from recjax.agents.agent_policy import Seats
 from recjax.models.placement import put_params
 from recjax.rollout import decoding
-from recjax.rollout.agent_policy import Seats
+from recjax.runs.checkpoint import steps_of
+from recjax.runs.policies import checkpoint_reader, run_config
 from recjax.samples import kept_rows
 from recjax.tasks.problems import Problem
-from recjax.training.checkpoint import steps_of
-from recjax.training.policies import checkpoint_reader, run_config
 
 CARDS = "JQK"
 DEALS = ["".join(deal) for deal in itertools.permutations(CARDS, 2)]  # the card of who acts first, and of the other

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recjax.rollout.agent_policy import Seats
+from recjax.agents.agent_policy import Seats
 from recjax.tasks.problems import Problem
 
 ANSWERS = 4  # of each sum

@@ -28,11 +28,11 @@ from experiments.claims.verdicts import NARROW, WIDE, Claim, compare, gain, mean
 from recjax.analysis.collect import axes_of, collect, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import SweepRun, read_sweep
-from recjax.console import command, start
 from recjax.errors import UserError
 from recjax.plots.style import finish, new_figure
+from recjax.runs.folder import is_finished, starts
+from recjax.runtime.console import command, start
 from recjax.sweep import cores, run_all
-from recjax.training.run_folder import is_finished, starts
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent

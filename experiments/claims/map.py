@@ -22,10 +22,10 @@ from recjax.analysis.compare import final
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config, RegimeConfig
 from recjax.config.yaml_values import read_yaml_file
-from recjax.console import command, progress_bar
 from recjax.errors import UserError
-from recjax.files import write_whole
-from recjax.training.run_folder import is_finished
+from recjax.runs.folder import is_finished
+from recjax.runtime.console import command, progress_bar
+from recjax.runtime.files import write_whole
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent
@@ -103,7 +103,7 @@ def make(runs: list[SweepRun], drifts: bool = False) -> None:
     import jax.numpy as jnp
 
     from experiments.claims.programs import Drift, Programs, Regime, seed_of
-    from recjax.cache import keep_compiled_programs
+    from recjax.runtime.cache import keep_compiled_programs
 
     keep_compiled_programs()
     programs, seeds = {}, {}

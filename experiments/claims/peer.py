@@ -25,12 +25,12 @@ from experiments.claims.map import HERE
 from experiments.claims.programs import Programs, Regime, Seed, seed_of
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config
-from recjax.console import command, progress_bar
 from recjax.errors import UserError
 from recjax.experience.batch import Batch
 from recjax.hub.export import export_model, write_base
 from recjax.hub.policy import Policy
 from recjax.hub.weights import read_params
+from recjax.runtime.console import command, progress_bar
 
 FLAGS = flags.FLAGS
 TABLE = HERE / "peer.parquet"

@@ -31,11 +31,11 @@ from recjax.models.unrolling import made_for_sampling, params_for
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.decoding import RoundOptions, SlotState, decode, first_tokens, prefill
 from recjax.rollout.keys_values import Memory, empty
+from recjax.runs.prepare import prepare
+from recjax.sources.sampling import batch_key
 from recjax.tasks.prompts import Prompts, batch_indices
 from recjax.training.evaluation import part_key
 from recjax.training.learner import drop_key
-from recjax.training.prepare import prepare
-from recjax.training.sampling import batch_key
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 
 REWARD = "recjax.tasks.rewards:last_number_match"

@@ -16,9 +16,9 @@ flags.DEFINE_string("output", "runs/continue_run", "Folder of both runs.")
 
 def main(argv: list[str]) -> None:
     """Trains, continues and resumes; prints accuracy before and after each."""
-    from recjax.cache import keep_compiled_programs
     from recjax.config import load_config
-    from recjax.training.start import train
+    from recjax.runs.start import train
+    from recjax.runtime.cache import keep_compiled_programs
 
     keep_compiled_programs()
     first, second = (str(Path(FLAGS.output) / name) for name in ("first", "second"))

@@ -21,11 +21,11 @@ from recjax.export import export
 from recjax.hub.export import export_model, write_base, write_tensors
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.hub.weights import load_pretrained, tensor_names
+from recjax.logs.metrics import read_metrics
 from recjax.models.decoder import init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
-from recjax.training.metrics import read_metrics
-from recjax.training.start import train
+from recjax.runs.start import train
 
 FLAGS = flags.FLAGS
 TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}{%

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recjax.cache import keep_compiled_programs
 from recjax.config import load_config
-from recjax.training.start import train
+from recjax.runs.start import train
+from recjax.runtime.cache import keep_compiled_programs
 
 BASE = Path(__file__).parents[1] / "quickstart.yaml"
 ALGORITHMS = ("reinforce", "rec_one_side_nois")

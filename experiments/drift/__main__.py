@@ -22,9 +22,9 @@ from experiments.claims.map import collect_folders
 from experiments.drift import page, plan
 from recjax.analysis.collect import without_other_metrics
 from recjax.analysis.sweeps import read_sweep
-from recjax.console import command
 from recjax.errors import UserError
-from recjax.files import write_whole
+from recjax.runtime.console import command
+from recjax.runtime.files import write_whole
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ import pandas as pd
 from experiments.claims.map import collect, make_missing, missing, write_table
 from experiments.claims.programs import Drift, Programs, Regime, Seed, seed_of
 from experiments.drift import plan
-from recjax.cache import keep_compiled_programs
+from recjax.runtime.cache import keep_compiled_programs
 
 TASK = "sums"
 SCALE_SEEDS = 2  # pilot seeds that measure the scales

@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 
-from recjax.experience.store import Store
 from recjax.plots.style import COLORS, GREY, add_legend, finish, new_figure
+from recjax.store.store import Store
 
 BIN_SECONDS = 5.0
 

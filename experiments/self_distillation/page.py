@@ -16,11 +16,11 @@ from recjax.analysis.compare import evaluations_of, final, paired_seeds
 from recjax.analysis.statistics import band, estimate, holm
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config.yaml_values import read_yaml_file
-from recjax.console import command
+from recjax.logs.metrics import read_metrics
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import save_figure
-from recjax.training.metrics import read_metrics
-from recjax.training.run_folder import base_policy, is_finished, starts
+from recjax.runs.folder import base_policy, is_finished, starts
+from recjax.runtime.console import command
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent

@@ -14,8 +14,8 @@ from pandas.api.types import is_numeric_dtype
 
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.errors import UserError
-from recjax.training.metrics import read_metrics
-from recjax.training.run_folder import base_policy
+from recjax.logs.metrics import read_metrics
+from recjax.runs.folder import base_policy
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from recjax.config.fields import (
 )
 from recjax.errors import UserError
 from recjax.models.sampling import Sampling, TokenRecord
-from recjax.passwords import has_password
+from recjax.runtime.passwords import has_password
 
 if TYPE_CHECKING:
     from recjax.config.schema import Config

@@ -13,7 +13,7 @@ from recjax.config.tasks import PASSED, TASKS
 from recjax.config.yaml_values import read_override, read_yaml_file, write_yaml
 from recjax.errors import UserError, shown
 from recjax.examples import config_file
-from recjax.passwords import without_password
+from recjax.runtime.passwords import without_password
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

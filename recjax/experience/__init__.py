@@ -1,1 +1,1 @@
-"""Experience: the completions that the trainer learns from, from any source."""
+"""Completions on their way to the update: record, queue, batch, layout."""

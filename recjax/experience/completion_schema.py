@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from recjax.errors import UserError
 from recjax.experience.group import Completion
 from recjax.models.sampling import Sampling
-from recjax.tasks.grading.reward import MOST_REWARD
+from recjax.rewards.reward import MOST_REWARD
 
 _MOST = 2**31 - 1  # the largest token id, policy version and top_k
 _ROUNDING = 1e-5  # nats by which a recorded log-prob may exceed 0

@@ -24,7 +24,7 @@ class Grade(NamedTuple):
         completions.
     reward_parts: unweighted terms of the reward, by name; None if the reward has no parts.
     accurate: True if the answer is right, independent of other reward terms; None: not known.
-    failure: one of `recjax.tasks.grading.pool.FAILURES`; None for a grade from a store.
+    failure: one of `recjax.rewards.pool.FAILURES`; None for a grade from a store.
     turns: part of the reward that each turn got, weighted; empty if turns have no rewards. The reward is the total: the
         part that no turn got belongs to the end of the last turn.
     """

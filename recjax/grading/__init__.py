@@ -1,7 +1,7 @@
 """Reads answers and compares them: mathematics, numbers, choices, tool calls, the text after a reply's thoughts.
 
 Imports no other file of recjax, so that other libraries can use it: code that needs a config, a task, worker processes
-or JAX stays in recjax.tasks.grading. The public names are imported on first use, because SymPy takes a second to load.
+or JAX stays in recjax.rewards. The public names are imported on first use, because SymPy takes a second to load.
 """
 
 import importlib

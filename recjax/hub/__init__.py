@@ -1,1 +1,1 @@
-"""Hugging Face models: reading and writing configs, weights, tokenizers and adapters."""
+"""Hugging Face folders in and out: configs, weights, tokenizers, adapters, chat templates."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from recjax.errors import UserError
-from recjax.workers import CallFailed, Workers
+from recjax.runtime.workers import CallFailed, Workers
 
 SECONDS = 30.0  # time limit of a call, which gets a hundredth of a second more for each chat
 TURN_SECONDS = 10.0  # time limit for a turn of an agent, or a request to the server

@@ -15,15 +15,15 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from recjax.console import progress_bar
 from recjax.errors import UserError
-from recjax.files import whole_folder
 from recjax.hub.families import CONTAINERS, FIELDS, SILU, TEXT_MODULES, text_fields
 from recjax.hub.tokenizers import checked_links, listed_eos
 from recjax.hub.weights import fused_rows, read_config, tensor_names
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import flatten
+from recjax.runtime.console import progress_bar
+from recjax.runtime.files import whole_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 
 from recjax.config import LoraConfig
 from recjax.errors import UserError
-from recjax.files import MANIFEST, check_manifest
 from recjax.hub.families import CONTAINERS, FURTHER_TOKENS, check_fields, decoder_config, text_fields, text_name
 from recjax.hub.tokenizers import TOKENIZER_FILES, check_configs, checked_links, model_folder
 from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, PROJECTIONS, DecoderConfig
 from recjax.models.placement import Axes, constrain, param_axes, put_array
 from recjax.models.trainable import adapted, flatten, is_adapter, unflatten
+from recjax.runtime.files import MANIFEST, check_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from recjax import hosts
 from recjax.config import Config, MeshConfig, RegimeConfig, load_config
-from recjax.console import plain_console
 from recjax.errors import UserError
 from recjax.experience.batch import sampled_shape
-from recjax.experience.database import MAKE
 from recjax.experience.packing import is_packed, shape_for
 from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
@@ -42,11 +39,14 @@ from recjax.planning.targets import (
     named_devices,
 )
 from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
+from recjax.runs.prepare import warn_of_context
+from recjax.runtime import hosts
+from recjax.runtime.console import plain_console
+from recjax.sources.setup import Setup
+from recjax.store.database import MAKE
 from recjax.tasks.problems import Task
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.prepare import warn_of_context
 from recjax.training.schedule import expected_staleness
-from recjax.training.setup import Setup
 
 logger = logging.getLogger(__name__)
 

@@ -19,16 +19,16 @@ from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout, score
 from recjax.models.unrolling import unrolled_for_training
-from recjax.rollout import dialects
-from recjax.rollout.dialects import Draw
-from recjax.rollout.remote import LostWeightsError, RemoteEngine
+from recjax.remote import dialects
+from recjax.remote.client import LostWeightsError, RemoteEngine
+from recjax.remote.dialects import Draw
+from recjax.remote.sampler import EngineSampler
+from recjax.remote.server import UnusableError
 from recjax.rollout.requests import Sampled
-from recjax.rollout.server import UnusableError
+from recjax.runs.policies import OpenedPolicy
+from recjax.sources.sampling import BatchSampler
 from recjax.tasks.loading import load_task
 from recjax.tasks.prompts import encode_problems
-from recjax.training.engine_sampler import EngineSampler
-from recjax.training.policies import OpenedPolicy
-from recjax.training.sampling import BatchSampler
 
 PASS = "PASS"
 NOTE = "note"  # training stays exact

@@ -33,11 +33,11 @@ from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split_params
 from recjax.planning.sampling import Executable, SamplingPlan, sampling_executables, sampling_of
 from recjax.planning.targets import Target
+from recjax.runs.policies import check_teacher, teacher_decoder, teacher_shape, with_start
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task, characters
 from recjax.tasks.prompts import prompts_of
 from recjax.training.mesh import check_fits, make_mesh
-from recjax.training.policies import check_teacher, teacher_decoder, teacher_shape, with_start
 from recjax.training.schedule import outlives_updates
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 

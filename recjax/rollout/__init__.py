@@ -1,1 +1,1 @@
-"""Drawing completions from a policy."""
+"""The engine, which samples completions."""

@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, UInt32
 
-from recjax import hosts
-from recjax.clocks import DeviceClock
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import decode_each_after
 from recjax.models.placement import laid_out_by_rules, on_host
 from recjax.models.sampling import Sampling
+from recjax.rewards.custom import Answered
+from recjax.rewards.pool import FAILURES, Grading, Scores
 from recjax.rollout.device import CompilingDevice
 from recjax.rollout.engine import Engine
 from recjax.rollout.plan import abstract_weights
 from recjax.rollout.requests import Request, Sampled, Weights
-from recjax.tasks.grading.custom import Answered
-from recjax.tasks.grading.pool import FAILURES, Grading, Scores
+from recjax.runtime import hosts
+from recjax.runtime.clocks import DeviceClock
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import Prompts
 
@@ -189,7 +189,7 @@ class Grades:
         """Waits and returns one grade per completion. Every process gets all grades, and all processes must call this.
 
         Raises:
-            UserError: the reward function is at fault, see `recjax.tasks.grading.custom.custom_parts`; or an agent's
+            UserError: the reward function is at fault, see `recjax.rewards.custom.custom_parts`; or an agent's
                 rewards are.
         """
         if self._scores is None:

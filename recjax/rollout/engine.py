@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from recjax.clocks import DeviceClock
 from recjax.models.decoder import Decoder
 from recjax.models.experts import unrecorded
 from recjax.models.placement import moved_params
@@ -30,6 +29,7 @@ from recjax.rollout.requests import (
     completions_of,
 )
 from recjax.rollout.slots import Slots
+from recjax.runtime.clocks import DeviceClock
 
 
 class Engine:

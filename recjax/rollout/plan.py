@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from recjax import hosts
 from recjax.models.decoder import Decoder, abstract_params
 from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
 from recjax.models.trainable import in_compute_dtype
+from recjax.runtime import hosts
 
 ROUND = 16  # most tokens that a slot samples before the host checks for ended completions
 # shortest cache in tokens; fewest slots that an engine shrinks to

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from recjax.agents.trajectory import Trajectory
 from recjax.errors import UserError
 from recjax.experience.group import Completion, Group, Row, runs_of
 from recjax.experience.records import PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import TURN_SECONDS, render_chats
 from recjax.hub.tokenizers import LONG_TEXT, decode_after
-from recjax.rollout.trajectory import Trajectory
 from recjax.serving.bodies import Chat, Generate, ReplyBody, Text, read_body
 from recjax.serving.numbers import Numbers
 from recjax.serving.recorder import Recorder, check_sampling

@@ -12,10 +12,10 @@ from recjax.algorithms.options import did_you_mean
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, checked, wrong_with_variables
 from recjax.errors import UserError
 from recjax.experience.completion_schema import field
-from recjax.experience.feedback import whole_grade
 from recjax.experience.group import Grade
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused
+from recjax.store.feedback import whole_grade
 from recjax.tasks.problems import checked_message
 
 _VERSION = re.compile(r"([\w.-]{1,100}-)?\d{1,9}", re.ASCII)

@@ -17,16 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from recjax.errors import UserError
 from recjax.experience.completion_schema import check_records
-from recjax.experience.database import Unavailable
-from recjax.experience.feedback import known_turns
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, record_from_plain, record_to_plain
-from recjax.experience.store import Change, Conflict, Store
-from recjax.experience.tokenize import tokenizer_name
 from recjax.models.sampling import Sampling
 from recjax.serving.bodies import RewardBody
 from recjax.serving.refusals import Refused
 from recjax.serving.units import Session, session_row, without_prompt
+from recjax.store.database import Unavailable
+from recjax.store.feedback import known_turns
+from recjax.store.store import Change, Conflict, Store
+from recjax.store.tokenize import tokenizer_name
 
 logger = logging.getLogger(__name__)
 

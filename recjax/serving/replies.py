@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recjax.agents.tools import openai_calls
 from recjax.experience.group import sets_to_lists, top_to_lists
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled
-from recjax.rollout.tools import openai_calls
 from recjax.serving.bodies import ReplyBody
 from recjax.serving.sampler import Piece
 

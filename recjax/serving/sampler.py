@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from recjax.agents.trajectory import up_to_stop
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import longest_token
 from recjax.models.sampling import Sampling
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Request, Sampled
-from recjax.rollout.trajectory import up_to_stop
 from recjax.serving.refusals import Refused
 
 _ALWAYS = (Sampling(), Sampling(temperature=0.0))  # distributions that a server always takes

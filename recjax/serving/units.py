@@ -6,12 +6,12 @@ from typing import Any, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recjax.agents.trajectory import Trajectory
 from recjax.experience.group import Completion, Grade, Group, Row, Turn, join_recorded, runs_of
 from recjax.experience.records import PROMPT_LEFT_OUT, Record
-from recjax.experience.store import TURNS
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled
-from recjax.rollout.trajectory import Trajectory
+from recjax.store.store import TURNS
 
 
 class Session:

@@ -1,1 +1,1 @@
-"""Tasks: problems, prompts and rewards."""
+"""Problems and their prompts, with filters by length and pass rate."""

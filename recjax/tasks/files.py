@@ -11,10 +11,10 @@ from uuid import UUID
 import numpy as np
 import pandas as pd
 
-from recjax.cache import cache_folder
 from recjax.config import PASSED, Config, FileTask
 from recjax.errors import UserError
-from recjax.files import UNREADABLE, digest, json_text, short_error, write_whole, writing
+from recjax.runtime.cache import cache_folder
+from recjax.runtime.files import UNREADABLE, digest, json_text, short_error, write_whole, writing
 from recjax.tasks.problems import Problem, check_last_message, checked_messages, messages_in
 from recjax.tasks.reading import (
     FileRow,

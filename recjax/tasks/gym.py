@@ -21,8 +21,8 @@ from recjax.config import ReasoningGymTask
 from recjax.config.gym import check_gym
 from recjax.errors import UserError
 from recjax.grading.gym import generated_entries
+from recjax.runtime.workers import CallFailed, Workers
 from recjax.tasks.problems import Problem, chat
-from recjax.workers import CallFailed, Workers
 
 logger = logging.getLogger(__name__)
 

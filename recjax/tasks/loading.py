@@ -19,11 +19,8 @@ from recjax.algorithms.options import require
 from recjax.config import Config, GradingConfig, MixedTask, OneTask
 from recjax.errors import UserError
 from recjax.grading.graders import GRADERS
-from recjax.tasks import gym, mathematics, rewards, toolace
-from recjax.tasks.arithmetic import arithmetic_problems
-from recjax.tasks.files import file_problems, passed_files
-from recjax.tasks.grading.custom import Answered, known_parts, needs_answers, with_columns
-from recjax.tasks.grading.reward import (
+from recjax.rewards.custom import Answered, known_parts, needs_answers, with_columns
+from recjax.rewards.reward import (
     LENGTH,
     OVERLONG,
     ROWS,
@@ -34,6 +31,9 @@ from recjax.tasks.grading.reward import (
     load_reward,
     verdict_of,
 )
+from recjax.tasks import gym, mathematics, rewards, toolace
+from recjax.tasks.arithmetic import arithmetic_problems
+from recjax.tasks.files import file_problems, passed_files
 from recjax.tasks.problems import Problem, Task
 from recjax.tasks.reading import read_split
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Container, Generator
 
 import numpy as np
 
-from recjax import hosts
-from recjax.cache import cache_folder
 from recjax.config import Config
-from recjax.console import progress_bar
-from recjax.files import json_text, writing
+from recjax.runtime import hosts
+from recjax.runtime.cache import cache_folder
+from recjax.runtime.console import progress_bar
+from recjax.runtime.files import json_text, writing
 from recjax.tasks.loading import require_enough
 from recjax.tasks.prompts import Prompts
 

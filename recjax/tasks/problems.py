@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from recjax.errors import UserError
-from recjax.tasks.grading.reward import MixedReward, Reward
+from recjax.rewards.reward import MixedReward, Reward
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of an assistant's message, by chat template
 

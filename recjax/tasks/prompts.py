@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recjax import hosts
 from recjax.config import Config, RolloutConfig
 from recjax.errors import UserError
 from recjax.hub.chat_rendering import reads_variable, render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import encode_prompts
+from recjax.runtime import hosts
 from recjax.tasks.loading import require_enough
 from recjax.tasks.problems import REASONING_KEYS, Problem, Task, check_last_message
 from recjax.tasks.toolace import CONVERSATION

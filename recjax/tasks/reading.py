@@ -18,7 +18,7 @@ import numpy as np
 
 from recjax.config.fields import wrong_with_variables
 from recjax.errors import UserError
-from recjax.files import UNREADABLE, short_error
+from recjax.runtime.files import UNREADABLE, short_error
 
 logger = logging.getLogger(__name__)
 

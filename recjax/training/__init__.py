@@ -1,1 +1,1 @@
-"""The pieces of the train loop that touch devices or disks."""
+"""One optimizer step and the loop around it."""

@@ -12,18 +12,18 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Array, Key
 
+from recjax.agents.agents import AGENT_FAILURES, MISTAKES, Agents
 from recjax.config import Config, EvaluationConfig
 from recjax.errors import UserError
 from recjax.experience.batch import answered_shape, pad
 from recjax.experience.group import Group, with_grades
 from recjax.experience.layout import freely_routed, score
-from recjax.files import json_text, write_whole, writing
 from recjax.hub.policy import Policy
 from recjax.models.sampling import NOTHING_RECORDED
-from recjax.rollout.agents import AGENT_FAILURES, MISTAKES, Agents
+from recjax.rewards.pool import FAILURES, NO_REWARD, Grading
+from recjax.rewards.reward import MixedReward, Reward
 from recjax.rollout.collecting import row_keys, sample_groups, submit
-from recjax.tasks.grading.pool import FAILURES, NO_REWARD, Grading
-from recjax.tasks.grading.reward import MixedReward, Reward
+from recjax.runtime.files import json_text, write_whole, writing
 from recjax.tasks.problems import question_of
 from recjax.tasks.prompts import Prompts
 

@@ -12,12 +12,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key
 
 from recjax.config import Config
-from recjax.console import under_way
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout, choose_layout, score_batch
 from recjax.hub.policy import Policy, Teacher
 from recjax.models.placement import put_rows
 from recjax.models.trainable import combine, in_compute_dtype, split_params
+from recjax.runtime.console import under_way
 from recjax.tasks.prompts import Prompts
 from recjax.training import schedule
 from recjax.training.evaluation import Evaluation, HeldOut, evaluate_policy
@@ -38,7 +38,7 @@ class Learner:
     """Computes with JAX. Tests of the loop give `train` a subclass that only counts.
 
     Attributes:
-        initial_policy: function used in place of `recjax.training.policies.initial_policy`, or None.
+        initial_policy: function used in place of `recjax.runs.policies.initial_policy`, or None.
         frozen: parameters that are not trained, in the compute dtype.
         initial: trained parameters before the first step, in the compute dtype; None if no function reads them.
         reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.

@@ -2,7 +2,7 @@
 
 `experiments/own_loop.py` is the same loop in 200 lines, for one task on one device. This one adds what long runs need:
 sources that sample late or elsewhere, a queue in front of the update, checkpoints, evaluations, signals, and meshes.
-`recjax.training.start.train` opens a run and gives it to `train_steps`.
+`recjax.runs.start.train` opens a run and gives it to `train_steps`.
 """
 
 import itertools
@@ -15,10 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from recjax import hosts
 from recjax.algorithms.diagnostics import staleness
 from recjax.config.fields import value_of
-from recjax.console import under_way
 from recjax.errors import UserError
 from recjax.experience.batch import (
     Batch,
@@ -32,6 +30,8 @@ from recjax.experience.batch import (
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
 from recjax.experience.queue import LEFT, LOST, Queue, deliver, put, replaced, take, wait_for_grades
+from recjax.runtime import hosts
+from recjax.runtime.console import under_way
 from recjax.training import schedule
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State, Update

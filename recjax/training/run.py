@@ -1,6 +1,6 @@
 """The settings and objects that the loop uses (`Run`), and the content of a checkpoint (`State`).
 
-The classes here name the methods that the loop calls, and no others. `recjax.training.start` fills a `Run` with the
+The classes here name the methods that the loop calls, and no others. `recjax.runs.start` fills a `Run` with the
 objects of the package. A test, or a program with its own loop, may pass other objects.
 """
 
@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from recjax.algorithms.algorithm import Algorithm
-from recjax.clocks import DeviceClock
 from recjax.config import Config
 from recjax.experience.batch import Batch, Shape
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
 from recjax.experience.queue import Arrival, Queue, Settings
+from recjax.runtime.clocks import DeviceClock
 from recjax.training.update import TokenResults, TrainState
 
 
@@ -146,7 +146,7 @@ class Update(NamedTuple):
 
 
 class Logs(Protocol):
-    """The methods of a run's log that the loop calls; `recjax.training.log.RunLog` documents them."""
+    """The methods of a run's log that the loop calls; `recjax.logs.log.RunLog` documents them."""
 
     def begin(self, state: State, measured: dict[str, float]) -> None: ...
 
@@ -162,7 +162,7 @@ class Logs(Protocol):
 
 
 class Saves(Protocol):
-    """The members of a run folder that the loop uses; `recjax.training.checkpoint.Saver` documents them."""
+    """The members of a run folder that the loop uses; `recjax.runs.checkpoint.Saver` documents them."""
 
     @property
     def newest(self) -> int | None: ...

@@ -10,8 +10,8 @@ import numpy as np
 
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.records import Record
-from recjax.experience.store import Change, Store
 from recjax.models.sampling import Sampling
+from recjax.store.store import Change, Store
 
 TIME = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 

@@ -13,17 +13,17 @@ import pytest
 
 from recjax.errors import UserError
 from recjax.experience.completion_schema import COLUMNS, DERIVED, EXPORTED, STORED, check_value
-from recjax.experience.exchange import KINDS, SCHEMA, export_store, read_exported
-from recjax.experience.feedback import give_rewards
-from recjax.experience.foreign import Columns, import_rows
 from recjax.experience.records import row_of
-from recjax.experience.store import COMPLETIONS, Store
 from recjax.import_experience import import_exports, import_files
 from recjax.models.sampling import Sampling
 from recjax.serving.bodies import CompletionReward, read_body
 from recjax.serving.refusals import Refused
+from recjax.store.exchange import KINDS, SCHEMA, export_store, read_exported
+from recjax.store.feedback import give_rewards
+from recjax.store.foreign import Columns, import_rows
+from recjax.store.store import COMPLETIONS, Store
 from tests.experience.rows import append, make_row
-from tests.experience.test_store import unchecked
+from tests.store.test_store import unchecked
 
 PENDING = dict(reward=None, reward_parts=None, accurate=None)
 FOREIGN = {
@@ -320,7 +320,7 @@ def test_an_id_that_the_store_has_is_refused_as_one_that_the_file_has(tmp_path, 
 
 def test_the_row_of_a_long_export_is_named(tmp_path, monkeypatch):
     """Also beyond the rows that are read together."""
-    monkeypatch.setattr("recjax.experience.exchange.TOGETHER", 2)
+    monkeypatch.setattr("recjax.store.exchange.TOGETHER", 2)
     append(tmp_path / "s.db", [make_row(number) for number in range(7)])
     with Store(tmp_path / "s.db") as store:
         export_store(store, tmp_path / "e.jsonl")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from experiments.agents import calculator
-from recjax.rollout.tools import parsed_calls
+from recjax.agents.tools import parsed_calls
 
 
 def rows_of(folder, name):

@@ -14,9 +14,9 @@ from experiments.claims.programs import last_numbers
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.config import Config
 from recjax.hub.tokenizers import character_tokenizer
+from recjax.logs.metrics import read_metrics
+from recjax.runs.start import train
 from recjax.tasks.rewards import last_number_match
-from recjax.training.metrics import read_metrics
-from recjax.training.start import train
 
 pytestmark = pytest.mark.campaign
 

@@ -16,8 +16,8 @@ from experiments.drift import __main__ as study
 from experiments.drift import bandit, page, plan, sums
 from recjax.algorithms.presets import build_algorithm
 from recjax.config import load_config
-from recjax.training.metrics import read_metrics
-from recjax.training.start import train
+from recjax.logs.metrics import read_metrics
+from recjax.runs.start import train
 from tests.closeness import assert_close, assert_same_logprobs
 from tests.experiments.test_claims_map import SMALL
 from tests.marks import slow_except

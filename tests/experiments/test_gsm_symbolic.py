@@ -6,8 +6,8 @@ import pytest
 
 from experiments.gsm_symbolic import write_splits
 from recjax.config import load_config
+from recjax.runtime.workers import Workers
 from recjax.tasks.loading import load_task
-from recjax.workers import Workers
 
 
 def test_the_folder_is_read_as_gsm8k_is(tmp_path, monkeypatch):

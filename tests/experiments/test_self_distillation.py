@@ -18,7 +18,7 @@ from recjax.algorithms.terms import terms_of
 from recjax.analysis.statistics import MIN_SEEDS, Estimate
 from recjax.config import load_config
 from recjax.config.schema import AlgorithmConfig
-from recjax.training.checkpoint import BASE
+from recjax.runs.checkpoint import BASE
 from tests.commands import ROOT
 
 FOLDER = ROOT / "experiments/self_distillation"

@@ -6,8 +6,8 @@
 import time
 
 from recjax.config import Config, GradingConfig
-from recjax.tasks.grading.pool import Answered, Grading
-from recjax.tasks.grading.reward import load_reward
+from recjax.rewards.pool import Answered, Grading
+from recjax.rewards.reward import load_reward
 
 SECONDS = 2.0
 GOOD = {"math": r"\boxed{5}", "guru_math": r"\boxed{5}", "gsm8k": "<answer>5</answer>"}

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recjax import files
 from recjax.config import MAY_CHANGE, load_config
-from recjax.experience.store import Store
 from recjax.export import export
 from recjax.hub.weights import load_pretrained
+from recjax.logs.metrics import MetricsWriter
 from recjax.models.trainable import fingerprint
-from recjax.training import checkpoint, run_folder
-from recjax.training.metrics import MetricsWriter
-from recjax.training.policies import run_config
+from recjax.runs import checkpoint
+from recjax.runs import folder as run_folder
+from recjax.runs.policies import run_config
+from recjax.runtime import files
+from recjax.store.store import Store
 from tests.experience.rows import grouped
 from tests.faults.kills import WARM_START
 from tests.faults.outcomes import Outcome

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recjax.config import FileTask
-from recjax.experience.foreign import Columns, import_rows
+from recjax.store.foreign import Columns, import_rows
 from recjax.tasks.files import file_problems
 
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "2", "reward": 1}

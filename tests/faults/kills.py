@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from recjax.config import load_config
-from recjax.training.run_folder import is_finished
+from recjax.runs.folder import is_finished
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run, start
 from tests.training.killed_run import trained

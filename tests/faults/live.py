@@ -18,16 +18,17 @@ from absl import flags
 
 from recjax import serve
 from recjax.config import load_config
-from recjax.console import command
-from recjax.experience.following import Follower
 from recjax.experience.group import Row
-from recjax.experience.store import Store
 from recjax.hub.policy import policy_alone
+from recjax.logs.metrics import read_metrics
+from recjax.runs import start
+from recjax.runs.checkpoint import newest_whole, progress
+from recjax.runtime.console import command
+from recjax.store.following import Follower
+from recjax.store.store import Store
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import characters
-from recjax.training import loop, start
-from recjax.training.checkpoint import newest_whole, progress
-from recjax.training.metrics import read_metrics
+from recjax.training import loop
 from tests.experience.rows import Columns, read_columns
 from tests.faults.database import Database
 from tests.faults.outcomes import Outcome

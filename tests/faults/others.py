@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recjax.training.run_lock import NAME, STALE_SECONDS
+from recjax.runs.lock import NAME, STALE_SECONDS
 from tests.faults.outcomes import Outcome
 from tests.faults.runs import OPTIONS, Place, differs, run, start, wait_for_rows
 

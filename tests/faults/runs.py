@@ -17,11 +17,11 @@ import jax
 from absl import flags
 
 from recjax.config import load_config
-from recjax.console import command
 from recjax.generate_experience import generate
-from recjax.training import sampling
-from recjax.training.metrics import read_metrics
-from recjax.training.start import train
+from recjax.logs.metrics import read_metrics
+from recjax.runs.start import train
+from recjax.runtime.console import command
+from recjax.sources import sampling
 from tests.commands import forks
 from tests.experience.rows import read_columns
 from tests.training.counting import CountingLearner, prepared_batch, sampled_by

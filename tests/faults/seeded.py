@@ -50,8 +50,8 @@ class Fault(NamedTuple):
 
 
 _QUEUE, _REPLAY = "tests/experience/test_queue.py", "tests/experience/test_replay.py"
-_LOOP, _FED = "tests/training/test_loop.py", "tests/training/test_fed_training.py"
-_RESUME = "tests/training/test_resume.py::test_kill_and_resume_equals_straight_through"
+_LOOP, _FED = "tests/training/test_loop.py", "tests/sources/test_fed_training.py"
+_RESUME = "tests/runs/test_resume.py::test_kill_and_resume_equals_straight_through"
 _KEYS = f"{_LOOP}::test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice"
 _ON_POLICY = f"{_LOOP}::test_reference_kl_is_zero_at_the_start_and_read_later_and_on_policy_ratios_are_one"
 _SELF_TAUGHT = "tests/training/test_self_distillation.py"
@@ -158,21 +158,21 @@ FAULTS = {
         "recjax/config/load.py",
         "merged[key] = old if isinstance(old, dict) else {}",
         "merged[key] = {}",
-        ("tests/test_config.py",),
+        ("tests/config/test_config.py",),
     ),
     "config-no-model-is-no-error": Fault(
         "a config without a model is accepted",
         "recjax/config/model.py",
         "if len(chosen) != 1 and (chosen",
         "if len(chosen) > 1 and (chosen",
-        ("tests/test_refusals.py",),
+        ("tests/config/test_refusals.py",),
     ),
     "config-padding-is-lost": Fault(
         "a text of digits with zeros in front, such as 010, is read as a number without them",
         "recjax/config/yaml_values.py",
         '_WHOLE = r"(?:0|[1-9][0-9]*)"',
         '_WHOLE = r"(?:[0-9]+)"',
-        ("tests/test_yaml_values.py",),
+        ("tests/config/test_yaml_values.py",),
     ),
     # --- Loop.
     "loop-stop-without-checkpoint": Fault(
@@ -213,14 +213,14 @@ FAULTS = {
     ),
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",
-        "recjax/training/sampling.py",
+        "recjax/sources/sampling.py",
         "[number % _TOGETHER]",
         "[0]",
         (_KEYS,),
     ),
     "rounds-recorded-twice": Fault(
         "a resumed run records a batch that the record already holds",
-        "recjax/training/store_source.py",
+        "recjax/sources/stored.py",
         'if records and not store.numbers("id", [records[0].completion.id]):',
         "if records:",
         (f"{_FED}::test_what_is_drawn_is_recorded_once_and_reads_as_a_store",),
@@ -286,7 +286,7 @@ FAULTS = {
     # --- Checkpoint and resume.
     "checkpoint-drops-sampler": Fault(
         "a checkpoint lacks the sampler's own copy of the weights",
-        "recjax/training/checkpoint.py",
+        "recjax/runs/checkpoint.py",
         "if state.behavior_params is not None:",
         "if False:",
         (f"{_RESUME}[interval]",),
@@ -307,14 +307,14 @@ FAULTS = {
     ),
     "checkpoint-keeps-oldest": Fault(
         "training.keep_checkpoints keeps the oldest checkpoints and deletes the newest",
-        "recjax/training/checkpoint.py",
+        "recjax/runs/checkpoint.py",
         "sorted(manager.all_steps())[: -training.keep_checkpoints]",
         "sorted(manager.all_steps())[training.keep_checkpoints :]",
-        ("tests/training/test_resume.py::test_the_newest_checkpoints_are_kept",),
+        ("tests/runs/test_resume.py::test_the_newest_checkpoints_are_kept",),
     ),
     "checkpoint-drops-moments": Fault(
         "a resumed run's optimizer begins with moments of zero",
-        "recjax/training/checkpoint.py",
+        "recjax/runs/checkpoint.py",
         'trained=restored["state"],',
         'trained=trained._replace(params=restored["state"].params, optimizer_state=jax.tree.map('
         'lambda x: x * 0 if x.ndim else x, restored["state"].optimizer_state)),',
@@ -330,7 +330,7 @@ FAULTS = {
     ),
     "resume-forgets-the-run-it-continues": Fault(
         "a run that continues another one takes a fresh policy as its reference once it was stopped",
-        "recjax/training/policies.py",
+        "recjax/runs/policies.py",
         "    adapters = {}\n    if config.model.run:",
         '    adapters = {}\n    if config.model.run and not (Path(config.output) / "checkpoints").is_dir():',
         (f"{_RESUME}[real weights, a run that continues another]",),
@@ -351,22 +351,22 @@ FAULTS = {
         "recjax/experience/records.py",
         "_joined([row.mask for row in rows]",
         "_joined([row.mask | True for row in rows]",
-        ("tests/rollout/test_trajectory.py", "tests/experience/test_queue.py"),
+        ("tests/agents/test_trajectory.py", "tests/experience/test_queue.py"),
     ),
     "store-accepts-double-ids": Fault(
         "the store accepts a completion whose id it already holds",
-        "recjax/experience/store.py",
+        "recjax/store/store.py",
         'sql.Column("id", TEXT, nullable=False, unique=True)',
         'sql.Column("id", TEXT, nullable=False)',
-        ("tests/experience/test_store.py",),
+        ("tests/store/test_store.py",),
     ),
     # --- Following.
     "following-takes-again": Fault(
         "a resumed run trains again on a completion of a followed store",
-        "recjax/experience/following.py",
+        "recjax/store/following.py",
         'else self._resumed.get("read", 0)',
         "else 0",
-        ("tests/experience/test_following.py",),
+        ("tests/store/test_following.py",),
     ),
     # --- Engine.
     "engine-reuses-key": Fault(
@@ -389,7 +389,7 @@ FAULTS = {
         "recjax/experience/batch.py",
         "*(row.row.mask for row in rows)",
         "*(np.roll(row.row.mask, 1) for row in rows)",
-        ("tests/rollout/test_trajectory.py",),
+        ("tests/agents/test_trajectory.py",),
     ),
     "layout-shares-another-prefix": Fault(
         "packed sequences share a prefix of which only the first half is common to them",
@@ -422,7 +422,7 @@ FAULTS = {
     ),
     "experience-mixed-rows-have-an-age": Fault(
         "stored rows that join a group count as samples of the run's initial policy",
-        "recjax/experience/stored.py",
+        "recjax/store/stored.py",
         "mix is None and completion.policy_version == 0",
         "completion.policy_version == 0",
         (f"{_FED}::test_mixed_rows_of_an_initial_policy_never_make_groups_stale",),
@@ -444,24 +444,24 @@ FAULTS = {
     # --- Rollout.
     "rollout-one-noise-for-all-weights": Fault(
         "a sampler with noisy weights has the same noise after each sync",
-        "recjax/training/sampling.py",
+        "recjax/sources/sampling.py",
         "key = jax.random.fold_in(key, weights.version)",
         "key = jax.random.fold_in(key, 0)",
         ("tests/training/test_drift.py",),
     ),
     "rollout-tool-text-is-trained-on": Fault(
         "tokens between two turns, which the policy has not sampled, are marked as sampled",
-        "recjax/rollout/trajectory.py",
+        "recjax/agents/trajectory.py",
         "np.zeros(len(between), bool), mask",
         "np.ones(len(between), bool), mask",
-        ("tests/rollout/test_trajectory.py::test_a_row_grows_and_its_tokens_are_those_that_were_sampled",),
+        ("tests/agents/test_trajectory.py::test_a_row_grows_and_its_tokens_are_those_that_were_sampled",),
     ),
     "rollout-thoughts-stay-open": Fault(
         "a reply of a new turn is read as if it began inside the thoughts of the turn before",
-        "recjax/rollout/trajectory.py",
+        "recjax/agents/trajectory.py",
         "if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):",
         "if False:",
-        ("tests/rollout/test_trajectory.py::test_a_reply_begins_inside_thoughts_that_its_turn_has_opened",),
+        ("tests/agents/test_trajectory.py::test_a_reply_begins_inside_thoughts_that_its_turn_has_opened",),
     ),
     "rollout-canceled-request-keeps-slot": Fault(
         "the engine goes on with a request that nobody awaits",
@@ -472,10 +472,10 @@ FAULTS = {
     ),
     "rollout-tool-parameters-lost": Fault(
         'a tool that a model calls with "parameters" instead of "arguments" gets none of them',
-        "recjax/rollout/tools.py",
+        "recjax/agents/tools.py",
         'call.get("arguments", call.get("parameters", {}))',
         'call.get("arguments", {})',
-        ("tests/rollout/test_agents.py::test_calls_are_read_as_models_write_them",),
+        ("tests/agents/test_agents.py::test_calls_are_read_as_models_write_them",),
     ),
     # --- Tasks.
     "tasks-epochs-alike": Fault(
@@ -490,68 +490,68 @@ FAULTS = {
         "recjax/grading/thinking.py",
         "begin = match.end()",
         "begin = 0",
-        ("tests/tasks/test_grading.py::test_thoughts_that_the_prompt_opened_are_no_answer",),
+        ("tests/rewards/test_grading.py::test_thoughts_that_the_prompt_opened_are_no_answer",),
     ),
     "tasks-parts-without-weights": Fault(
         "the parts of a reward are added without their weights",
-        "recjax/tasks/grading/pool.py",
+        "recjax/rewards/pool.py",
         "sum(weights.get(name, 1.0) * np.nan_to_num(values)",
         "sum(np.nan_to_num(values)",
-        ("tests/tasks/test_grading.py::test_the_reward_is_the_weighted_sum_of_its_parts",),
+        ("tests/rewards/test_grading.py::test_the_reward_is_the_weighted_sum_of_its_parts",),
     ),
     "tasks-length-decides-accuracy": Fault(
         "parts that only shape a reward, such as the length, make an answer right or wrong",
-        "recjax/tasks/grading/reward.py",
+        "recjax/rewards/reward.py",
         "returned = [name for name in parts if name not in SHAPING]",
         "returned = list(parts)",
-        ("tests/tasks/test_grading.py::test_stored_rewards_follow_the_same_rule",),
+        ("tests/rewards/test_grading.py::test_stored_rewards_follow_the_same_rule",),
     ),
     "tasks-counts-are-rewards": Fault(
         "counts of turns and rows are rewards of weight 1 where no agent runs, as in training on stored trajectories",
-        "recjax/tasks/grading/reward.py",
+        "recjax/rewards/reward.py",
         "{LENGTH: 0.0, TURNS: 0.0, ROWS: 0.0, **own, **chosen}",
         "{LENGTH: 0.0, **own, **chosen}",
-        ("tests/tasks/test_grading.py::test_counts_weigh_nothing_in_every_reward",),
+        ("tests/rewards/test_grading.py::test_counts_weigh_nothing_in_every_reward",),
     ),
     "tasks-agents-of-a-mixture-have-one-weight": Fault(
         "rewards of agents in a mixture are weighed without the weights of their task",
-        "recjax/rollout/agents.py",
+        "recjax/agents/agents.py",
         "weights = part_weights(task.reward_weights)",
         "weights = part_weights(self._config.task.reward_weights)",
-        ("tests/rollout/test_agents.py::test_weights_of_agents_are_those_of_their_task",),
+        ("tests/agents/test_agents.py::test_weights_of_agents_are_those_of_their_task",),
     ),
     "tasks-several-parts-have-a-verdict": Fault(
         "several parts without a verdict have an accuracy, that of their sum",
-        "recjax/tasks/grading/reward.py",
+        "recjax/rewards/reward.py",
         "if (np.sum(~np.isnan(values), axis=0) > 1).any():",
         "if False:",
-        ("tests/tasks/test_grading.py::test_several_parts_have_the_verdict_that_the_config_names",),
+        ("tests/rewards/test_grading.py::test_several_parts_have_the_verdict_that_the_config_names",),
     ),
     # --- Experience: what enters and leaves stores.
     "feedback-changes-rewards": Fault(
         "a second, different reward for a completion is no error",
-        "recjax/experience/feedback.py",
+        "recjax/store/feedback.py",
         "if earlier is not None and earlier[0] != grade:",
         "if False:",
-        ("tests/experience/test_feedback.py::test_the_same_reward_again_is_no_error_and_another_is",),
+        ("tests/store/test_feedback.py::test_the_same_reward_again_is_no_error_and_another_is",),
     ),
     "sources-logprobs-computed-again": Fault(
         "log-probs that a store has are replaced by those of the current policy",
-        "recjax/experience/missing_logprobs.py",
+        "recjax/store/missing_logprobs.py",
         "                if _lacks_logprobs(completion):\n",
         "                if True:\n",
-        ("tests/experience/test_sources.py::test_recomputed_log_probs_are_the_policys_and_known_ones_stay",),
+        ("tests/store/test_missing_logprobs.py::test_recomputed_log_probs_are_the_policys_and_known_ones_stay",),
     ),
     "exchange-loses-turn-rewards": Fault(
         "an exported store lacks the rewards of single turns",
-        "recjax/experience/exchange.py",
+        "recjax/store/exchange.py",
         '"turn_rewards": grade.turns or None',
         '"turn_rewards": None',
         ("tests/test_import_experience.py::test_an_export_is_the_same_store_again",),
     ),
     "import-ignores-source-column": Fault(
         "all rows of an imported file have the file's name as their source",
-        "recjax/experience/foreign.py",
+        "recjax/store/foreign.py",
         'source=source if row.columns.source is None else _label(row, "source")',
         "source=source",
         ("tests/test_import_experience.py::test_a_column_says_who_wrote_each_row",),

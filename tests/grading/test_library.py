@@ -1,14 +1,17 @@
 """The grader as a library: its three functions, in the reward slots of TRL and verl, as docs/grading.md shows them."""
 
+import ast
 import contextlib
 import doctest
 import io
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from recjax.grading import explain, is_right, math_answers, math_reward
 from tests.grading.reward_cases import lines_of
+from tests.package_files import trees
 from tests.test_tutorials import ROOT, blocks
 
 # The arguments of TRL's GRPOTrainer beyond the columns of the data.
@@ -114,3 +117,12 @@ def test_no_text_raises(text):
             assert explain(answer, truth).right == is_right(answer, truth)
     assert not is_right(text, "5") and not is_right("5", text)
     assert "there is no answer" in explain("", text).rule
+
+
+def test_the_library_needs_two_packages():
+    nodes = [node for name, tree in trees().items() if name.startswith("recjax.grading") for node in ast.walk(tree)]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    others = {module.split(".")[0] for module in modules} - sys.stdlib_module_names
+    # The tasks of reasoning_gym alone import the third one.
+    assert others == {"recjax", "sympy", "mpmath", "reasoning_gym"}, "docs/grading.md names the packages"

@@ -15,8 +15,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from experiments.smollm2 import packaged_gguf, rebuilt_tokenizer
 from recjax.config.fields import _TEMPLATE_ARGUMENTS
-from recjax.experience.foreign import Columns
-from recjax.experience.stored_groups import load_groups
 from recjax.hub.chat_rendering import render_chats, set_template_kwargs, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer, encode_prompts, load_tokenizer, stop_token_ids
@@ -26,9 +24,11 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.models.trainable import flatten, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups
+from recjax.runs.warm_start import _demonstrations
+from recjax.store.foreign import Columns
+from recjax.store.stored_groups import load_groups
 from recjax.tasks.problems import Problem
 from recjax.tasks.prompts import encode_problems
-from recjax.training.warm_start import _demonstrations
 from tests.marks import campaign_except
 
 CHATML = """{% if messages[0].role != 'system' %}<|im_start|>system

@@ -21,7 +21,7 @@ from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, DecoderConfig, DeltaNet, ExpertOptions
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, merged, unflatten
 from recjax.planning.programs import resolve_shapes
-from recjax.training.policies import open_policy, with_start
+from recjax.runs.policies import open_policy, with_start
 from tests.closeness import assert_close
 from tests.hub.test_export import CONTAINERS as MULTIMODAL
 from tests.hub.test_export import TOKENS, our_logits, random_multimodal

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from recjax.experience.tokenize import tokenized
 from recjax.hub.chat_rendering import render_chats
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import (
@@ -30,6 +29,7 @@ from recjax.hub.tokenizers import (
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
+from recjax.store.tokenize import tokenized
 from tests.experience.rows import text_row
 
 ALPHABET = " 0123456789+=\n<>.'"

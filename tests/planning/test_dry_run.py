@@ -30,9 +30,9 @@ from recjax.planning.dry_run import (
 )
 from recjax.planning.programs import batch_arrays, resident_arrays, resolve_shapes
 from recjax.planning.targets import ACCELERATORS, device_memory, named_devices
-from recjax.training import policies
+from recjax.runs import policies
+from recjax.runs.prepare import prepare
 from recjax.training.mesh import make_mesh
-from recjax.training.prepare import prepare
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
 from tests.hub.test_published import PUBLISHED
 from tests.marks import campaign, slow

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from recjax.experience.store import Store
-from recjax.rollout.trajectory import Trajectory
+from recjax.agents.trajectory import Trajectory
 from recjax.serving import answering, running
 from recjax.serving.guards import Guard, Guarded
 from recjax.serving.running import answering_not_ready
 from recjax.serving.sampler import Sampler
+from recjax.store.store import Store
 from tests.experience.rows import read_columns
 from tests.marks import slow
 from tests.serving.some_server import LIMITS, POLICY, listening, post, serve

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience.missing_logprobs import with_logprobs
-from recjax.experience.stored_groups import load_groups
 from recjax.generate_experience import generate_remotely
-from recjax.rollout.server import Address
-from recjax.training.policies import open_policy
+from recjax.remote.server import Address
+from recjax.runs.policies import open_policy
+from recjax.store.missing_logprobs import with_logprobs
+from recjax.store.stored_groups import load_groups
 from tests import commands
 from tests.batch_shapes import shape_of
 from tests.commands import Command

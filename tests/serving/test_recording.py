@@ -16,22 +16,22 @@ from transformers import PreTrainedTokenizerFast
 
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
-from recjax.experience.database import Unavailable
-from recjax.experience.following import Follower
 from recjax.experience.group import Grade, has_sets, sets_to_lists, top_to_lists, turn_rewards
 from recjax.experience.records import PROMPT_LEFT_OUT
-from recjax.experience.store import Change, Store
-from recjax.experience.stored_groups import load_groups
-from recjax.experience.tokenize import tokenized
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.rollout.requests import Sampled
 from recjax.serving import recorder
 from recjax.serving.bodies import RewardBody
 from recjax.serving.recorder import Recorder, Recording
 from recjax.serving.running import build_server
+from recjax.store.database import Unavailable
+from recjax.store.following import Follower
+from recjax.store.store import Change, Store
+from recjax.store.stored_groups import load_groups
+from recjax.store.tokenize import tokenized
 from tests.experience.rows import read, same
-from tests.experience.test_feedback import give_rewards
 from tests.serving.some_server import POLICY, TOKENIZER, TestClient, post, serve, serving
+from tests.store.test_feedback import give_rewards
 from tests.training.tiny_run import TINY
 
 TEXT, CHAT, FEEDBACK = "/v1/completions", "/v1/chat/completions", "/v1/feedback"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recjax.cache import cache_folder
+from recjax.runtime.cache import cache_folder
 from tests.experience.rows import read_columns
 from tests.serving.some_server import LIMITS, TOKENIZER, listening
 

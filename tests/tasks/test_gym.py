@@ -8,8 +8,8 @@ import pytest
 from recjax.config import ReasoningGymTask
 from recjax.config.gym import check_gym
 from recjax.grading.gym import grade, parse
+from recjax.runtime.workers import Workers
 from recjax.tasks.gym import SYSTEM_PROMPT, gym_problems
-from recjax.workers import Workers
 from tests.marks import campaign_except
 
 gym = pytest.importorskip("reasoning_gym")

@@ -11,15 +11,16 @@ from recjax.config import make_config
 from recjax.experience import queue
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.hub.policy import Policy
-from recjax.tasks.grading.custom import Answered, custom_parts
-from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import MixedReward, Reward, load_reward
+from recjax.rewards.custom import Answered, custom_parts
+from recjax.rewards.pool import Grading
+from recjax.rewards.reward import MixedReward, Reward, load_reward
+from recjax.runs import prepare
+from recjax.runs.prepare import kept_prompts
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Problem, problem_key
 from recjax.tasks.prompts import Prompts, batch_indices, batch_prompts, curriculum_chances
-from recjax.training import evaluation, prepare
+from recjax.training import evaluation
 from recjax.training.evaluation import AnsweredPart
-from recjax.training.prepare import kept_prompts
 
 SUMS = {"arithmetic": {"problems": ["1..9 + 1..9"]}}
 PRODUCTS = {"arithmetic": {"problems": ["1..5 * 1..9"]}, "reward": "recjax.tasks.rewards:last_number_match"}

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from recjax.config import ArithmeticTask, FileTask, load_config, to_yaml
-from recjax.experience.foreign import Columns, import_rows
+from recjax.rewards.custom import with_columns
+from recjax.rewards.reward import load_reward
+from recjax.store.foreign import Columns, import_rows
 from recjax.tasks import loading, reading
 from recjax.tasks.arithmetic import arithmetic_problems, worked_sum
 from recjax.tasks.files import file_problems, keep_rows, rows_file
-from recjax.tasks.grading.custom import with_columns
-from recjax.tasks.grading.reward import load_reward
 from recjax.tasks.loading import load_task
 from recjax.tasks.mathematics import guru_math_problems
 from recjax.tasks.problems import Problem, chat

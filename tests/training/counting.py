@@ -13,10 +13,10 @@ from recjax.algorithms.losses import TokenTerms
 from recjax.experience.group import Completion, Grade, Group, Row, Turn
 from recjax.experience.layout import Layout
 from recjax.rollout.collecting import submit
+from recjax.runs.sources import source_of
 from recjax.tasks.prompts import batch_prompts
 from recjax.training.evaluation import Evaluation
 from recjax.training.learner import Learner
-from recjax.training.sources import source_of
 from recjax.training.update import TokenResults, TrainState
 from tests.training.tiny_run import train
 

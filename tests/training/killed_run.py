@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 
 from recjax.config import load_config
+from recjax.logs.metrics import MetricsWriter
 from recjax.training import learner, loop
-from recjax.training.metrics import MetricsWriter
 from tests.training.counting import CountingLearner, count
 from tests.training.tiny_run import train
 

@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from recjax.clocks import PhaseSeconds
 from recjax.config import Config
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.queue import Queue
-from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import Reward
+from recjax.logs.log import queue_metrics
+from recjax.rewards.pool import Grading
+from recjax.rewards.reward import Reward
+from recjax.runtime.clocks import PhaseSeconds
+from recjax.sources.policy import PolicySource
+from recjax.sources.sampling import LocalSampler
+from recjax.sources.setup import Setup
 from recjax.training import loop
-from recjax.training.log import queue_metrics
-from recjax.training.policy_source import PolicySource
 from recjax.training.run import Run, Source, State, Update
-from recjax.training.sampling import LocalSampler
-from recjax.training.setup import Setup
 from recjax.training.update import TrainState
 from tests.training.counting import CountingLearner
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.training import checkpoint
+from recjax.runs import checkpoint
 from tests.closeness import assert_close
 from tests.experience.rows import read_columns
 from tests.training.tiny_run import TINY, train, without_times
 
 AGENT = ["rollout.max_context_tokens=32", "evaluation.problems=4"]
-SEVERAL = ["task.agent=tests.rollout.some_agents:several_turns", *AGENT]
-ONE = ["task.agent=tests.rollout.some_agents:one_turn", *AGENT]
+SEVERAL = ["task.agent=tests.agents.some_agents:several_turns", *AGENT]
+ONE = ["task.agent=tests.agents.some_agents:one_turn", *AGENT]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_micro_batch_too_small_for_what_belongs_together_is_refused(straight):
         train(config)
 
 
-TURNS = ["task.agent=tests.rollout.some_agents:paid_by_answer", "training.steps=3", *AGENT]
+TURNS = ["task.agent=tests.agents.some_agents:paid_by_answer", "training.steps=3", *AGENT]
 
 
 @pytest.mark.campaign

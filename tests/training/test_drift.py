@@ -11,12 +11,12 @@ from recjax.models.drift import drifted
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import flatten
 from recjax.rollout.requests import Weights
+from recjax.runs.policies import initial_policy
+from recjax.runs.prepare import prepare
+from recjax.sources.generators import open_generator
+from recjax.sources.sampling import BatchSampler
 from recjax.training.evaluation import HeldOut
-from recjax.training.generators import open_generator
 from recjax.training.learner import Learner
-from recjax.training.policies import initial_policy
-from recjax.training.prepare import prepare
-from recjax.training.sampling import BatchSampler
 from tests.training.tiny_run import one_device, train, without_times
 
 

@@ -12,11 +12,11 @@ import pytest
 from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
 from recjax.hub import policy
+from recjax.logs.metrics import read_metrics
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.training import learner
 from recjax.training.kernel_check import check_kernels
-from recjax.training.metrics import read_metrics
 from tests.marks import slow_except
 from tests.training.test_update import make_batch
 from tests.training.tiny_run import train

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
+from recjax.logs.metrics import read_metrics
 from recjax.models import unrolling
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.training import learner, loop, sampling, start
+from recjax.runs import start
+from recjax.runs.folder import open_run_folder
+from recjax.runs.prepare import prepare
+from recjax.sources import sampling
+from recjax.training import learner, loop
 from recjax.training.evaluation import evaluate_policy
-from recjax.training.metrics import read_metrics
-from recjax.training.prepare import prepare
-from recjax.training.run_folder import open_run_folder
 from recjax.training.schedule import expected_staleness
 from tests.closeness import assert_close
 from tests.commands import Command

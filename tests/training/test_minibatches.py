@@ -18,8 +18,8 @@ from recjax.experience.layout import Layout, padding_waste, score_batch
 from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder
 from recjax.models.sampling import Sampling
+from recjax.runs.checkpoint import progress
 from recjax.training import learner
-from recjax.training.checkpoint import progress
 from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.closeness import assert_close, assert_same_change, assert_same_logprobs
 from tests.marks import campaign, campaign_except, slow

@@ -15,8 +15,8 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
-from recjax.tasks.grading.pool import overlong_penalty
-from recjax.training.prepare import prepare
+from recjax.rewards.pool import overlong_penalty
+from recjax.runs.prepare import prepare
 from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.closeness import assert_same_change
 from tests.tiny import params_of

@@ -15,7 +15,7 @@ from recjax.models.decoder import Decoder
 from recjax.models.placement import on_host, param_shardings
 from recjax.models.trainable import flatten
 from recjax.rollout import engine, plan
-from recjax.training import checkpoint
+from recjax.runs import checkpoint
 from recjax.training.run import State
 from tests import commands
 from tests.closeness import assert_close, assert_same_gradient

@@ -22,8 +22,8 @@ from recjax.training.mesh import make_mesh
 from recjax.training.update import first_state, make_optimizer
 from tests.closeness import assert_close
 from tests.marks import campaign, campaign_except, slow, slow_except
+from tests.runs.test_resume import TAUGHT, resumes_with_real_weights
 from tests.training.on_mesh import CONFIG, batch_of, on, under_pmap, updated
-from tests.training.test_resume import TAUGHT, resumes_with_real_weights
 
 
 def signed_momentum(learning_rate, *, decay: float, steps: int = 3) -> optax.GradientTransformation:

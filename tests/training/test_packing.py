@@ -16,11 +16,11 @@ from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.layout import Layout, padding_waste
 from recjax.experience.packing import RowShape, pack, row_shape, sequence_lengths, shape_for
 from recjax.models.decoder_config import DeltaNet
-from recjax.training.prepare import prepare
+from recjax.runs.prepare import prepare
 from recjax.training.update import update
+from tests.agents.test_trajectory import GROUPS
 from tests.closeness import assert_close
 from tests.marks import campaign, slow
-from tests.rollout.test_trajectory import GROUPS
 from tests.tiny import params_of
 from tests.training import test_update
 from tests.training.test_update import CASES, assert_same_step, make_batch, step

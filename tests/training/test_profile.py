@@ -19,7 +19,7 @@ MARKED = """
 import sys
 from pathlib import Path
 import jax
-from recjax import hosts
+from recjax.runtime import hosts
 from recjax.training.profile import profiled_steps
 folder, coordinator, processes, number = sys.argv[1:]
 with hosts.connected(coordinator, int(processes), int(number)):

@@ -8,9 +8,11 @@ import jax
 import pytest
 
 from recjax.config import MeshConfig
-from recjax.training import learner, log, start
+from recjax.logs import log
+from recjax.logs.metrics import read_metrics
+from recjax.runs import start
+from recjax.training import learner
 from recjax.training.mesh import make_mesh
-from recjax.training.metrics import read_metrics
 
 TINY = """
 output: unset

@@ -1,0 +1,1 @@
+"""Programs that talk to the policy."""

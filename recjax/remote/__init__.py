@@ -1,0 +1,1 @@
+"""Other servers that sample for a run."""

@@ -1,0 +1,1 @@
+"""Reward functions of completions, which run in worker processes."""

@@ -1,0 +1,405 @@
+"""Custom rewards: a user's function of a batch, sync or async; errors name the function and the completion."""
+
+import asyncio
+import contextvars
+import dataclasses
+import functools
+import inspect
+import itertools
+import logging
+import math
+import sys
+import time
+import traceback
+import types
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from recjax.algorithms.options import described
+from recjax.errors import UserError
+from recjax.rewards.reward import MOST_REWARD, SCORE, Reward, check_part_names
+from recjax.runtime.event_loop import run_to_end
+from recjax.runtime.files import UNREADABLE
+from recjax.runtime.workers import Workers
+
+if TYPE_CHECKING:
+    from recjax.tasks.problems import Problem
+
+logger = logging.getLogger(__name__)
+
+# seconds before an async reward is retried; doubled for each further retry
+FIRST_WAIT = 1.0
+LONGEST_WAIT = 60.0
+
+
+class Answered(NamedTuple):
+    """A completion to grade: its prompt as the model saw it, its text, and the problem's answer and columns.
+
+    length: number of tokens.
+    opening: thinking tag that the prompt leaves open, or an empty string; None: detect it at the prompt's end.
+    task: name of the problem's task in a mixture.
+    id: id of the completion, for errors.
+    chat: messages of the prompt; None: the prompt is a text.
+    """
+
+    prompt: str
+    completion: str
+    answer: str
+    columns: Mapping[str, Any]
+    length: int
+    opening: str | None = None
+    task: str = ""
+    id: str = ""
+    chat: Sequence[Mapping[str, str]] | None = None
+
+    @classmethod
+    def to(
+        cls,
+        problem: "Problem",
+        prompt: str,
+        completion: str,
+        length: int,
+        id: str,
+        opening: str | None = None,
+    ) -> "Answered":
+        """A completion of a problem; the fields describe further arguments."""
+        chat = None if isinstance(problem.prompt, str) else problem.prompt
+        return cls(prompt, completion, problem.answer, problem.columns, length, opening, problem.task, id, chat)
+
+
+LISTS = ("prompts", "completions", "answers", "columns")  # lists by position, in this order
+
+
+class _Form(NamedTuple):
+    """The form of a call of a user's function.
+
+    by_position: parameters that get LISTS; empty: all lists are by name, as for TRL's rewards.
+    by_name: parameters that get a list by name; True for parameters without a default.
+    takes_rest: True if the function also gets all other lists, as `**columns`.
+    """
+
+    by_position: list[str]
+    by_name: dict[str, bool]
+    takes_rest: bool
+
+
+def _form(reward: Reward) -> _Form:
+    """The call that the function's parameters ask for; a parameter with the name of a list never gets another list."""
+    try:
+        parameters = inspect.signature(reward.function).parameters.values()
+    except (TypeError, ValueError):  # some functions of C
+        return _Form(list(LISTS[:3]), {}, False)
+    ordered = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        ordered += LISTS[len(ordered) :]
+    options = {each.name for each in parameters if each.default is not each.empty and each.default is not None}
+    names = {*LISTS, *(reward.columns or ()), reward.answer}
+    # The names that a position does not take; a fourth parameter such as threshold=0.5 keeps its default.
+    names_elsewhere = [
+        names - {"prompts"},
+        names - {"completions"},
+        names - {"answers", reward.answer},
+        names | options,
+    ]
+    names_elsewhere[3].discard("columns")
+    pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, names_elsewhere, strict=False))
+    by_position = [name for name, _ in pairs]
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    is_trl = takes_rest and by_position[:1] == ["prompts"] and by_position[2:3] != ["answers"]
+    if "completions" in named and (is_trl or len(by_position) < 3):
+        by_position = []
+    by_name = {name: named[name].default is inspect.Parameter.empty for name in named if name not in by_position}
+    return _Form(by_position, by_name, takes_rest)
+
+
+def needs_answers(reward: Reward) -> bool:
+    """True if the reward cannot grade a problem without an answer."""
+    if reward.per_row or reward.reads_chats:
+        return reward.per_row
+    forms = [_form(single) for single in reward.functions.values()]
+    # `check_signature` refuses fewer lists by position.
+    return any(
+        len(form.by_position) > 2 or any(form.by_name.get(str(name)) for name in ("answers", reward.answer))
+        for form in forms
+    )
+
+
+def with_columns(reward: Reward, *splits: Sequence["Problem"]) -> Reward:
+    """The reward with the columns of all problems.
+
+    Args:
+        splits: train and held-out problems; each list that is not empty must have the columns that the function needs.
+    Raises:
+        UserError: see `check_signature`; or a column that a parameter names has a cell that cannot be read.
+    """
+    if reward.per_row:
+        return reward
+    for problems in filter(None, splits):
+        for single in _knowing_columns(reward, problems).functions.values():
+            check_signature(single)
+            named = _form(single).by_name
+            cells = (problem.columns.get(name) for problem in problems for name in named)
+            for cell in cells:
+                if isinstance(cell, dict) and cell.keys() == {UNREADABLE}:
+                    raise UserError(problem=cell[UNREADABLE], remedy=f"task.reward = {reward.name!r} reads this column")
+    return _knowing_columns(reward, [*itertools.chain(*splits)])
+
+
+def _knowing_columns(reward: Reward, rows: Sequence["Problem | Answered"]) -> Reward:
+    columns = tuple(dict.fromkeys(name for row in rows for name in row.columns))
+    return reward._replace(columns=columns, answer=reward.answer if any(row.answer for row in rows) else None)
+
+
+def check_signature(reward: Reward, rows: str = "no problem has") -> None:
+    """Refuses a function that recjax cannot call with the columns that the reward knows.
+
+    Args:
+        rows: rows without other columns, for error messages.
+    Raises:
+        UserError: with the signatures that recjax calls, or the parameter that names no column.
+    """
+    form = _form(reward)
+    named = _arguments(reward, [])[1]
+    missing = [name for name, is_required in form.by_name.items() if is_required and name not in named]
+    if len(form.by_position) < 3 and (form.by_position or "completions" not in form.by_name):
+        problem = (
+            "; write score(prompts, completions, answers), score(prompts, completions, answers, columns) or, as for"
+            " TRL, score(completions, **columns)"
+        )
+    elif missing:
+        assert reward.columns is not None
+        known = ["prompts", "completions", *(["answers", reward.answer] if reward.answer else []), *reward.columns]
+        problem = (
+            f", but {rows} a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}: rename the"
+            " parameter, give it a default, or add the column to the problems"
+        )
+    else:
+        return
+    raise UserError(
+        "task.reward", f"the function takes {inspect.signature(reward.function)}{problem}", value=reward.name
+    )
+
+
+def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarray]:
+    """Calls the user's function on a batch and checks the named parts that it returns.
+
+    recjax calls function(prompts, completions, answers) with equally long lists of strings; prompts are as the model
+    saw them. A function with a fourth parameter also gets a dict that maps the name of every other column to its list
+    of values, None in rows without this column. A parameter with the name of a column gets this column. The function
+    returns a number from −MOST_REWARD to MOST_REWARD for each completion, or a dict that maps names of parts to such
+    lists. None instead of a number: the part does not apply to the completion and adds nothing to its reward. None in
+    all parts, apart from parts of weight 0, leaves the completion without a reward, as in TRL. The function may be
+    `async def`; recjax then awaits it once for the batch.
+
+    A list of functions gives the parts of all; a function that returns numbers gives a part with its name.
+
+    A function with TRL's signature, such as `(completions, **columns)`, gets the lists by name: prompts, completions,
+    answers under the name of their column, and the other columns. As in TRL, the prompt of a chat is its messages, and
+    its completion is a list with one message.
+
+    Returns:
+        The values of each part; NaN stands for None.
+    Raises:
+        UserError: the function raised, would end the program, or returned the wrong number of values or an invalid
+            value. The message names the function and the completion.
+    """
+    parts = {}
+    for name, single in (reward if reward.columns is not None else _knowing_columns(reward, rows)).functions.items():
+        result = _result(single, rows)
+        returned = result if isinstance(result, Mapping) else {name: result}
+        check_part_names(returned, f"reward function {reward.name}")
+        if twice := parts.keys() & returned.keys():
+            raise UserError(
+                f"reward functions {reward.name}", f"two return the part {min(twice)!r}", "rename it in one"
+            )
+        parts |= {part_name: _checked(single, part_name, values, rows) for part_name, values in returned.items()}
+    return parts
+
+
+def _result(reward: Reward, rows: Sequence[Answered]) -> Any:
+    """The result of a function; an error names the function and the completion."""
+    lists, named = _arguments(reward, rows)
+    passed = named.get("completions", ())
+    _notes_raises()
+    noted = _Noted({id(completion) for completion in (*passed, *(row.completion for row in rows))})
+    token = _noted.set(noted)
+    try:
+        return _call(reward, lists, named)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
+        is_own = str(getattr(reward.function, "__module__", "")).startswith("recjax.tasks.")
+        if is_own and not isinstance(error, UserError):
+            raise
+        row_index = _graded_row(error, rows, passed, noted)
+        first = f"in a batch of {len(rows)} completions, of which the first is "
+        where = "while it graded " if row_index is not None else first
+        raise UserError(
+            problem=(
+                f"reward function {reward.name} failed with {described(error)}\n"
+                f"  {where}{_described_row(rows, row_index or 0)}"
+            )
+        ) from error
+    finally:
+        _noted.reset(token)
+
+
+def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[float]]:
+    """Runs in a worker that holds the reward's function: `custom_parts` as plain values."""
+    parts = custom_parts(reward._replace(function=Workers.held), rows)
+    return {name: values.tolist() for name, values in parts.items()}
+
+
+@dataclasses.dataclass
+class _Noted:
+    """The last error that passed a frame with a variable that held a completion, and that frame's variables, by id."""
+
+    completions: set[int]
+    error: BaseException | None = None
+    held: set[int] = dataclasses.field(default_factory=set)
+
+
+_noted: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar("noted", default=None)  # also in the event loop
+
+
+@functools.cache  # once in a process, because changing the events changes all code that Python has compiled
+def _notes_raises() -> None:
+    """Makes Python note variables when a function raises, from Python 3.12 on.
+
+    There, a comprehension is no frame of its own, and the function has lost its variables when the error arrives here.
+    """
+    monitoring: Any = getattr(sys, "monitoring", None)
+    free = [number for number in (4, 3) if monitoring and monitoring.get_tool(number) is None]  # the others have names
+    if free:
+        monitoring.use_tool_id(free[0], "recjax")
+        monitoring.register_callback(free[0], monitoring.events.RAISE, _note_variables)
+        monitoring.set_events(free[0], monitoring.events.RAISE)
+
+
+def _note_variables(code: types.CodeType, offset: int, error: BaseException) -> None:
+    """Python calls it in each frame that an error passes, the innermost first."""
+    noted = _noted.get()
+    if noted is None or noted.error is error:
+        return
+    frame: Any = sys._getframe()
+    while frame.f_code is not code:
+        frame = frame.f_back
+    held = {id(value) for value in frame.f_locals.values()}
+    if held & noted.completions:
+        noted.error = error
+        noted.held = held
+
+
+def _described_row(rows: Sequence[Answered], index: int) -> str:
+    if not rows:
+        return "none"
+    row = rows[index]
+    shown = f"completion {row.completion!r:.200} (row {index}, answer {row.answer!r:.200})"
+    return f"{shown}, id {row.id!r}, of the prompt {row.prompt!r:.200}"
+
+
+def _graded_row(
+    error: BaseException, rows: Sequence[Answered], passed_completions: Sequence[Any], noted: "_Noted"
+) -> int | None:
+    """The row that a function graded when it raised: the completion that a variable of the innermost frame holds.
+
+    Args:
+        passed_completions: the completions as the function got them, if they are not the texts.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    held_by_frame = [{id(value) for value in frame.f_locals.values()} for frame in reversed(frames)]
+    if noted.error is error:
+        held_by_frame = [noted.held]
+    for held in held_by_frame:
+        hits = []
+        for index, (row, passed) in enumerate(
+            zip(rows, passed_completions or [row.completion for row in rows], strict=True)
+        ):
+            if id(row.completion) in held or id(passed) in held:
+                # Short texts may be one object in several rows.
+                hits.append(((id(row.answer) in held) + (id(row.prompt) in held), -index))
+        if hits:
+            return -max(hits)[1]
+    return None
+
+
+def known_parts(reward: Reward, row: Answered) -> dict[str, np.ndarray]:
+    """The parts that a user's function returns for one row, to know their names.
+
+    Raises:
+        UserError: see `custom_parts`.
+    """
+    try:
+        return custom_parts(reward, [row])
+    except UserError as error:
+        reason = "it was asked about an empty completion, to know the names of its parts"
+        raise UserError(problem=f"{error}\n  ({reason})") from error
+
+
+def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str, list]]:
+    """The positional and the named arguments of a call."""
+    form = _form(reward)
+    prompts = [row.prompt for row in rows]
+    completions = [row.completion for row in rows]
+    answers = [row.answer for row in rows]
+    assert reward.columns is not None
+    columns = {name: [row.columns.get(name) for row in rows] for name in reward.columns}
+    if reward.reads_chats or not form.by_position:
+        prompts = [row.chat or row.prompt for row in rows]
+    lists = [prompts, completions, answers, columns][: len(form.by_position)]
+    named = dict(columns)
+    if not lists:
+        replies = [[{"role": "assistant", "content": row.completion}] if row.chat else row.completion for row in rows]
+        named |= {"prompts": prompts, "completions": replies}
+    if reward.answer:
+        named |= {"answers": answers, reward.answer: answers}
+    names = named.keys() - form.by_position if form.takes_rest else form.by_name
+    return lists, {name: named[name] for name in named if name in names}
+
+
+def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list]) -> Any:
+    """The function's result; a failed call is retried `reward.retries` times, after longer and longer waits."""
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(reward.seconds):
+                return await result
+        except TimeoutError as error:
+            if reward.seconds is None:
+                raise
+            raise TimeoutError(f"no reward within task.reward_seconds = {reward.seconds:g}") from error
+
+    for retry in itertools.count():
+        try:
+            result = reward.function(*lists, **named)
+            return run_to_end(awaited(result) if inspect.isawaitable(result) else result)
+        except Exception as error:
+            if retry == reward.retries:
+                raise
+            wait = min(FIRST_WAIT * 2**retry, LONGEST_WAIT)
+            words = described(error).splitlines()[0]
+            logger.warning("reward %s failed with %s; it is asked again in %g s", reward.name, words, wait)
+            time.sleep(wait)
+
+
+def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
+    name = f"reward function {reward.name}" + ("" if part_name in (SCORE, reward.name) else f", part {part_name!r},")
+    try:
+        values = list(values)
+        if any(isinstance(value, str | bytes) for value in values):  # a text of digits would be a list of rewards
+            raise TypeError("a text is no number")
+        numbers = [math.nan if value is None else float(value) for value in values]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(
+            problem=f"{name} returned {values!r:.200}: {error}", remedy="return a number or None per completion"
+        ) from error
+    if len(numbers) != len(rows):
+        raise UserError(problem=f"{name} returned {len(numbers)} rewards for {len(rows)} completions")
+    for index, value in enumerate(numbers):
+        if not (abs(value) <= MOST_REWARD or values[index] is None):
+            raise UserError(
+                problem=f"{name} returned {value} for {_described_row(rows, index)}",
+                remedy=f"rewards are finite and at most {MOST_REWARD:g} either way, so scale or bound it there",
+            )
+    return np.array(numbers)

@@ -1,0 +1,1 @@
+"""Opens a run or a policy, with its folder."""

@@ -1,0 +1,140 @@
+"""Grades the completions of a store with the reward of the run."""
+
+import dataclasses
+import itertools
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from recjax.agents.agents import with_counts
+from recjax.agents.trajectory import thoughts_opening
+from recjax.errors import UserError
+from recjax.experience.group import Completion, Group
+from recjax.experience.records import signed_hash
+from recjax.logs.metrics import step_bar
+from recjax.rewards.custom import Answered, check_signature, needs_answers
+from recjax.rewards.reward import MixedReward, part_weights
+from recjax.rollout.collecting import Grades
+from recjax.runtime import hosts
+from recjax.runtime.files import read_sealed, write_sealed
+from recjax.sources.setup import Setup
+from recjax.store.stored import with_rewards
+from recjax.store.stored_groups import ByPrompt, content_of
+from recjax.tasks.problems import Problem, question_of
+
+Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by `content_of`
+
+
+def known_problems(setup: Setup) -> Known:
+    """The task's problems; checks that the reward can grade the store's other prompts, which have no columns.
+
+    Raises:
+        UserError: a prompt of the store has no known answer or column that its reward needs.
+    """
+    # agents make prompts of their own
+    known = {}
+    of_problems = setup.agents is not None
+    for prompts in (setup.held_out, setup.train):
+        for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
+            group = Group("", tokens[mask], (), problem.prompt, problem.answer)
+            known[content_of(group, of_problems)] = (text, problem)
+    assert setup.stored is not None
+    groups = setup.stored.groups
+    reward = setup.grading.reward
+    for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
+        task = group.completions[0].metadata.get("task")
+        # Grading refuses an unknown task.
+        reward_of_task = reward.of.get(str(task)) if isinstance(reward, MixedReward) else reward
+        if reward_of_task and group.answer is None and needs_answers(reward_of_task):
+            raise UserError(
+                "experience.regrade",
+                f"group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task nor the store"
+                " has an answer to it",
+                "import it with its answer, or remove experience.regrade",
+            )
+        if reward_of_task and reward_of_task.columns:
+            rows = f"for experience.regrade, group {group.id!r} of the store, which is no problem of the task, lacks"
+            check_signature(reward_of_task._replace(columns=()), rows)
+    return known
+
+
+def regraded(setup: Setup, known: Known) -> Setup:
+    """The setup with the run's own rewards for stored completions, which are computed once and kept in the store.
+
+    Raises:
+        UserError: the reward function fails, or the store cannot be written.
+    """
+    path = Path(setup.config.output) / "grader.json"
+    if hosts.is_first() and not path.exists():
+        write_sealed(path, {"grader": f"run {uuid.uuid4().hex}"})
+    hosts.wait_for_all("the name of a grader")
+    grader = read_sealed(path)["grader"]
+    _grade(setup, known, grader)
+    hosts.wait_for_all("the grades of a store")
+    assert setup.stored is not None
+    stored = with_rewards(setup.stored, grader, setup.config)
+    others = ByPrompt(stored.groups, setup.agents is not None) if setup.others else None
+    return setup._replace(stored=stored, others=others)
+
+
+def _grade(setup: Setup, known: Known, grader: str) -> None:
+    """Grades the completions that have no reward of the grader, and adds the rewards to the store."""
+    assert setup.stored is not None
+    groups = dataclasses.replace(setup.stored.groups, changes=())  # only training needs the changes
+    graded = groups.rewards_of(grader)["graded"][groups.places]
+    sizes = groups.sizes
+    hosts.wait_for_all("the known grades of a store")
+
+    def rows() -> Iterator[tuple[int, Completion, str, Problem, str]]:
+        is_lacking = graded < sizes
+        for (group, numbers), count in zip(
+            groups.chosen(is_lacking).numbered(), graded[is_lacking].tolist(), strict=True
+        ):
+            # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
+            text, problem = known.get(content_of(group, setup.agents is not None)) or (
+                str(setup.policy.tokenizer.decode(group.prompt_tokens)),
+                Problem(group.prompt, cast(str, group.answer), task=str(group.completions[0].metadata.get("task", ""))),
+            )
+            done = groups.store.rewards(numbers.tolist(), grader) if count else ()
+            for completion, number in zip(group.completions, numbers.tolist(), strict=True):
+                if number not in done:
+                    yield number, completion, text, problem, thoughts_opening(completion, setup.policy.tokenizer)
+
+    ungraded = rows()
+    task = setup.config.task
+    size = (
+        setup.config.rollout.prompts_per_step * setup.config.rollout.group_size
+    )  # one batch at a time, as in training
+
+    def submitted() -> Iterator[tuple[list, Grades]]:
+        while batch := list(itertools.islice(ungraded, size)):
+            answered = [
+                Answered.to(problem, text, completion.text, completion.sampled_tokens, completion.id, opening)
+                for _, completion, text, problem, opening in (batch[index] for index in hosts.share(len(batch)))
+            ]
+            yield batch, Grades(setup.grading.submit(answered), len(batch))
+
+    with setup.grading, step_bar("regrading", int(sizes.sum()), initial=int(graded.sum())) as bar:
+        rewards = {}
+        written = time.monotonic()
+        nothing: Any = [None]  # after the last batch
+        # The workers grade a batch while the next one is read.
+        for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), nothing)):
+            graded_batch = grades.result()
+            if setup.agents:
+                tasks = [task.of(completion.metadata.get("task")) for _, completion, *_ in batch]
+                graded_batch = [
+                    with_counts(grade, completion, part_weights(own_task.reward_weights))
+                    for grade, (_, completion, *_), own_task in zip(graded_batch, batch, tasks, strict=True)
+                ]
+            if hosts.is_first():
+                rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, graded_batch, strict=True)}
+                if not ahead or time.monotonic() - written > 1:  # a killed run repeats a second's grades
+                    groups.store.add_rewards(rewards, grader)
+                    rewards = {}
+                    written = time.monotonic()
+            bar.update(len(batch))

@@ -1,0 +1,63 @@
+"""Chooses the source of a run's groups."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+from recjax.config import Config
+from recjax.errors import UserError
+from recjax.models.placement import params_on_host
+from recjax.remote.sampler import EngineSampler
+from recjax.runs.policies import older_params
+from recjax.sources.generators import Generators, open_generator
+from recjax.sources.policy import PolicySource
+from recjax.sources.sampling import BatchSampler, LocalSampler
+from recjax.sources.setup import Setup
+from recjax.sources.stored import FollowedSource, StoreSource
+from recjax.training.learner import Learner
+from recjax.training.run import Source
+
+
+def check_source(config: Config) -> None:
+    """Refuses sources that several processes cannot share.
+
+    Raises:
+        UserError: several processes would follow a store, or train with another engine.
+    """
+    if jax.process_count() == 1:
+        return
+    if config.follows:
+        raise UserError(
+            "experience.follow = true",
+            f"only one process can follow a store, and this run has {jax.process_count()}",
+            "start a single process",
+        )
+    if config.rollout.engine:
+        raise UserError(
+            "rollout.engine.url",
+            f"only one process can train with another engine, and this run has {jax.process_count()}",
+            "start a single process",
+            value=config.rollout.engine.url,
+        )
+
+
+def source_of(setup: Setup, learner: Learner, sample: Callable = BatchSampler.sample) -> Source:
+    """The source of a run.
+
+    Args:
+        sample: see `LocalSampler`.
+    """
+    config = setup.config
+    if config.follows:
+        return FollowedSource(setup, learner)
+    if not config.samples_training_data:
+        return StoreSource(setup, learner)
+    if config.rollout.engine:
+        return PolicySource(setup, learner, EngineSampler(setup.sampler, learner.frozen))
+    if config.regime.mode == "sync":
+        return PolicySource(setup, learner, LocalSampler(setup.sampler, learner.frozen, sample))
+    data = (config, setup.policy, setup.train, setup.grading.reward, params_on_host(learner.frozen))
+    return PolicySource(
+        setup, learner, Generators(config.regime, functools.partial(open_generator, *data, older_params))
+    )

@@ -1,0 +1,360 @@
+"""Supervised training before a run: on answers, some of them deliberately wrong; demonstrations are only read here."""
+
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from recjax import __version__
+from recjax.agents.trajectory import Trajectory
+from recjax.config import Config, OptimizerConfig, WarmStartConfig
+from recjax.errors import UserError
+from recjax.experience.batch import Shape
+from recjax.experience.group import Completion, Grade, Group, Turn
+from recjax.hub.chat_rendering import CHAT_DATE, reads_variable, render_chats, turn_end
+from recjax.hub.policy import Policy
+from recjax.hub.tokenizers import check_embedded, encode_after
+from recjax.logs.metrics import step_bar
+from recjax.models.decoder import Decoder
+from recjax.models.logprobs import Sampling, completion_logprobs
+from recjax.models.placement import constrain_params, put_rows
+from recjax.models.trainable import fingerprint
+from recjax.rollout.requests import Sampled
+from recjax.runtime import hosts
+from recjax.runtime.cache import cache_folder
+from recjax.runtime.files import check_manifest, locked_file, short_error, write_manifest
+from recjax.runtime.literal_path import LiteralPath
+from recjax.sources.setup import Demonstrations
+from recjax.tasks.problems import REASONING_KEYS, checked_messages, messages_in
+from recjax.tasks.prompts import Prompts, prompts_digest
+from recjax.tasks.reading import FileRow, read_data, template_of
+from recjax.training.update import first_state, make_optimizer
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "warm_start"  # in the run folder: metrics.jsonl and checkpoints/ of the stage on demonstrations
+
+_MOST_HELD_OUT = 256  # demonstrations held out without a file of held-out demonstrations
+
+
+def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -> dict:
+    """The parameters after the warm start, from the cache if an equal warm start is there.
+
+    The cache is $RECJAX_CACHE, or ~/.cache/recjax. Its key covers everything that the result depends on except the
+    mesh, which affects rounding. Damaged entries are made again. Runs with several processes do not use the cache.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    if jax.process_count() > 1:
+        assert config.warm_start is not None
+        return supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
+    values = config.model_dump() | {"seed": config.seed_of_base}
+    depends_on = {key: values[key] for key in ("seed", "model", "task", "warm_start")}
+    unread = [
+        "lora",
+        "freeze",
+        "chat_date",
+        "teacher_rate",
+        *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"]),
+    ]
+    depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
+    # Runs with and without a teacher begin with one base policy.
+    depends_on["model"]["teacher"] = None
+    depends_on["task"] = {key: value for key, value in depends_on["task"].items() if not key.startswith("teacher_")}
+    # Only values that a chat template sets, so that the digests of all other policies do not change.
+    of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}
+    depends_on |= {key: value for key, value in of_chats.items() if value is not None}
+    # Paths in the config are only names: files of problems and models may change under them.
+    mistakes = repr([problem.mistakes for problem in prompts.problems])
+    depends_on |= {
+        "problems": [prompts_digest(prompts), hashlib.sha256(mistakes.encode()).hexdigest()],
+        "weights": fingerprint(params),
+        "version": __version__,
+        "backend": jax.default_backend(),
+    }
+    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_folder("warm_start") / digest
+    # If several runs need the same base policy at once, one run makes it while the other runs wait.
+    with locked_file(Path(f"{folder}.lock")), ocp.StandardCheckpointer() as checkpointer:
+        is_whole = folder.exists()
+        try:
+            if is_whole:
+                check_manifest(folder)
+        except UserError as error:
+            logger.warning("base policy in the cache: %s; recjax makes it again", error)
+            is_whole = False
+        if is_whole:
+            logger.info("base policy from the cache: %s", folder)
+            return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
+        assert config.warm_start is not None
+        params = supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
+        for leftover in folder.parent.glob(f"{digest}*"):
+            if leftover.is_dir():  # damaged, or left by a killed process
+                shutil.rmtree(leftover)
+        try:
+            checkpointer.save(LiteralPath(folder), params)
+            checkpointer.wait_until_finished()
+            write_manifest(folder)
+        except Exception as error:
+            # Tensorstore raises its own exception types, for example for a full disk.
+            raise UserError(
+                folder,
+                f"the base policy cannot be written to the cache ({short_error(error)})",
+                "free space there, or set RECJAX_CACHE to another folder",
+            ) from error
+    logger.info("base policy written to the cache: %s", folder)
+    return params
+
+
+def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
+    """Trains on (prompt, answer) pairs; after a share `right_first` of the steps, a share `wrong_fraction` is wrong.
+
+    The learning rate falls to 0 as a cosine; the gradient's global norm is clipped at 1.
+    A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
+    """
+    optimizer = make_optimizer(OptimizerConfig())
+    rates = optax.cosine_decay_schedule(config.learning_rate, config.steps)(np.arange(config.steps))
+    state = params, first_state(optimizer, params).optimizer_state
+    mistakes = [problem.mistakes for problem in prompts.problems]
+    counts = np.array([len(texts) for texts in mistakes])
+    texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
+    are_chats = [not isinstance(problem.prompt, str) for problem in prompts.problems]
+    are_chats += [is_chat for is_chat, texts_of_one in zip(are_chats, mistakes, strict=True) for _ in texts_of_one]
+    tokens, mask = _demonstrations(policy, texts, are_chats)
+    first_mistake = len(counts) + np.cumsum(counts) - counts
+    generator = np.random.default_rng([seed, 2])
+    with step_bar("warm start", config.steps) as bar:
+        for step, rate in enumerate(np.asarray(rates)):
+            wrong_fraction = config.wrong_fraction if step >= config.right_first * config.steps else 0.0
+            chosen = generator.integers(len(counts), size=config.batch_size)
+            if counts.all():
+                wrong = generator.random(config.batch_size) < wrong_fraction
+                rows = np.where(wrong, first_mistake[chosen] + generator.integers(counts[chosen]), chosen)
+                shown = tokens[rows]
+            else:
+                rows = chosen
+                shown = _with_slips(tokens[rows], mask[rows], wrong_fraction, generator)
+            batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
+            *state, loss = _supervised_step(policy.decoder, optimizer, *state, batch, rate)
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update()
+    return state[0]
+
+
+def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and mask of the answers, each with an end token: the chat template's in chats, else the stop token."""
+    end = policy.stop_ids[0]
+    encoded = {}
+    end_of_turn = end if (turn_token := turn_end(policy.tokenizer)) is None else turn_token
+    chosen = [*zip(answers, are_chats, strict=True)]
+    for answer, is_chat in dict.fromkeys(chosen):  # many problems share an answer
+        ids = [*encode_after(policy.tokenizer, (), answer, "answer"), end_of_turn if is_chat else end]
+        check_embedded(policy.tokenizer, ids, policy.vocabulary, f"warm_start: answer {answer!r:.80} with its end")
+        encoded[answer, is_chat] = ids
+    rows = [encoded[pair] for pair in chosen]
+    lengths = np.array([len(ids) for ids in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    tokens = np.zeros(mask.shape, np.int32)
+    tokens[mask] = np.concatenate(rows)
+    return tokens, mask
+
+
+def _with_slips(
+    tokens: np.ndarray, mask: np.ndarray, wrong_fraction: float, generator: np.random.Generator
+) -> np.ndarray:
+    """The answers, a share of them with one token, never the last, replaced by another token of the answers.
+
+    An answer without tokens stays; all answers stay if they have only one distinct token.
+    """
+    known = np.unique(tokens[:, :-1][mask[:, 1:]])
+    if len(known) < 2:
+        return tokens
+    wrong = np.flatnonzero((generator.random(len(tokens)) < wrong_fraction) & (mask.sum(-1) > 1))
+    slip = generator.integers(mask[wrong].sum(-1) - 1)
+    index = np.searchsorted(known, tokens[wrong, slip])
+    slipped = tokens.copy()
+    slipped[wrong, slip] = known[(index + generator.integers(1, len(known), len(wrong))) % len(known)]
+    return slipped
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "optimizer"), donate_argnames=("optimizer_state",))
+def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch, learning_rate):
+    def cross_entropy(params):
+        score: Any = completion_logprobs
+        logprobs, _ = score(decoder, params, *batch, sampling=Sampling(), chunk=1024)
+        return -jnp.sum(jnp.where(batch[-1], logprobs, 0.0)) / batch[-1].sum()
+
+    loss, gradient = jax.value_and_grad(cross_entropy)(params)
+    rates = {"learning_rate": learning_rate, "clip_norm": 1.0}
+    updates, optimizer_state = optimizer.update(gradient, optimizer_state, params, **rates)
+    return *constrain_params((optax.apply_updates(params, updates), optimizer_state)), loss
+
+
+def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None:
+    """Reads and tokenizes the chats of `warm_start.demonstrations`; None if the key is not set.
+
+    All processes of a run must call it, and share the work.
+
+    Raises:
+        UserError: a file cannot be read, or a chat cannot be trained on; the message has file, line and reason.
+    """
+    if not config.demonstrations:
+        return None
+    settings = config.warm_start
+    assert settings is not None and settings.demonstrations is not None
+    held_out = []
+    train = _tokenized(settings.demonstrations, "warm_start.demonstrations", "train", policy, settings.max_tokens)
+    if settings.held_out is not None:
+        held_out = _tokenized(settings.held_out, "warm_start.held_out", "test", policy, settings.max_tokens)
+    else:
+        order = np.random.default_rng([config.seed, 8]).permutation(len(train)).tolist()
+        count = min(len(train) // 10, _MOST_HELD_OUT)
+        train, held_out = ([train[index] for index in sorted(indices)] for indices in (order[count:], order[:count]))
+    rows = [row for group in (*train, *held_out) for row in group.completions[0].rows]
+    digest = hashlib.sha256()
+    for array in (array for row in rows for array in (row.prompt_tokens, row.tokens, row.mask)):
+        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+    longest = max(len(row.prompt_tokens) + len(row.tokens) for row in rows) - 1
+    return Demonstrations(train, held_out, Shape(settings.batch_size, None, longest, longest), digest.hexdigest())
+
+
+def _tokenized(path: str, key: str, split: str, policy: Policy, most: int | None) -> list[Group]:
+    """The chats of a file, folder or pattern as groups, without chats of more than `most` tokens."""
+
+    def of_rows(rows: Sequence[FileRow], _: int) -> list[Group]:
+        return [demonstration(row, policy) for row in rows]
+
+    groups = hosts.shared_out(of_rows, read_data(path, key, split))
+    lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in groups]
+    kept = [group for group, length in zip(groups, lengths, strict=True) if most is None or length <= most]
+    if not kept:
+        raise UserError(
+            "warm_start.max_tokens", f"the shortest chat of {path} has {min(lengths)}", "raise it", value=most
+        )
+    if len(kept) < len(groups):
+        logger.info("%s: skipping %d of %d chats: more than %d tokens", key, len(groups) - len(kept), len(groups), most)
+    return kept
+
+
+def demonstration(row: FileRow, policy: Policy) -> Group:
+    """Tokenizes a chat; the mask is True at the tokens of every assistant turn, with the token that ends the turn.
+
+    Every turn has the tokens that the policy would sample after its prompt: no token spans their boundary. Turns join
+    one row as those of agents do: a turn begins another row if the template drops text of earlier turns.
+
+    Args:
+        row: row of a file with a column `messages`, and maybe `tools` and `chat_template_kwargs`.
+    Raises:
+        UserError: the chat has other roles or an odd order, or the chat template does not write it as the policy would
+            reply; the message has file, line and reason.
+    """
+    variables = template_of(row)
+    tokenizer = policy.tokenizer
+    try:
+        messages = _demonstrated(messages_in(row.values.get("messages")))
+        trajectory = Trajectory(tokenizer)
+        if "tools" in variables and not reads_variable(tokenizer, "tools"):
+            raise UserError("tools", "the chat template reads no tools", "remove them, or take a model for tools")
+        if any(message.get("tool_calls") for message in messages) and not reads_variable(tokenizer, "tool_calls"):
+            raise UserError("tool_calls", "the chat template writes none", "take a model for tools, or remove the chat")
+        end = turn_end(tokenizer)
+        ending = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
+        # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
+        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        places = [index for index in replies if messages[index].get("weight", 1) and messages[index].get("train", True)]
+        if not places:
+            raise UserError("messages", "no assistant's message has a weight above 0", "give one, or remove the chat")
+        chats, replied = ([messages[: index + more] for index in places] for more in (0, 1))
+        prompts = render_chats(tokenizer, chats, variables=[variables] * len(places))
+        texts = render_chats(tokenizer, replied, variables=[variables] * len(places), asks=False)
+        reply = ""
+        for index, prompt, text in zip(places, prompts, texts, strict=True):
+            reply, has_end, _ = text[len(prompt) :].rpartition(ending) if ending else (text[len(prompt) :], True, "")
+            if not (text.startswith(prompt) and has_end):
+                raise UserError(
+                    f"message {index}",
+                    "the chat template writes no reply, with an end, after its prompt for this turn",
+                    "remove the chat, or take a model whose template does",
+                )
+            if unwritten := _unwritten(messages[index], text, len(prompt)):
+                raise UserError(
+                    f"message {index}",
+                    f"the chat template does not write {unwritten}, so the policy would learn to leave it out",
+                    "move it into the content, remove it, or take a model whose template writes it",
+                )
+            ids = trajectory.tokens_of(prompt, rendered=True)
+            last = policy.stop_ids[0] if end is None else end
+            tokens = np.array([*encode_after(tokenizer, ids, reply, "reply"), last], np.int32)
+            trajectory.add(ids, Sampled(tokens, np.zeros(len(tokens), np.float32), 0 * tokens, False), prompt)
+        for row_part in trajectory.rows:
+            check_embedded(tokenizer, np.append(row_part.prompt_tokens, row_part.tokens), policy.vocabulary, "messages")
+    except UserError as error:
+        raise error.within(row.location) from error
+    rows = tuple(row_part._replace(behavior_logprobs=None) for row_part in trajectory.rows)
+    turns = tuple(itertools.starmap(Turn, trajectory.ends))
+    shown = Completion(row.location, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
+    return Group(row.location, rows[0].prompt_tokens, (shown,), messages)
+
+
+def _unwritten(message: Mapping[str, Any], text: str, prompt: int) -> str | None:
+    """What a chat template leaves out of an assistant's turn: its content, its reasoning, or the name of a tool call.
+
+    Line ends and spaces do not count. The prompt for the turn may hold the beginning, such as an empty think block.
+
+    Args:
+        text: the rendered chat, up to the end of this turn.
+        prompt: number of characters of `text` that ask for the turn.
+    """
+    parts = {name: message.get(name) for name in ("content", *REASONING_KEYS)}
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        parts[f"the tool call {name!r}"] = name
+    before, reply = ("".join(piece.split()) for piece in (text[:prompt], text[prompt:]))
+    for name, content in parts.items():
+        if isinstance(content, str):
+            squeezed = "".join(content.split())
+            if squeezed and squeezed not in before[-len(squeezed) :] + reply:
+                return name
+    return None
+
+
+_AFTER = {  # roles that a message may follow; None is the beginning of the chat
+    "system": (None,),
+    "user": (None, "system", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+
+
+def _demonstrated(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a row, in an order in which the assistant replies."""
+    messages = checked_messages(messages, "messages")
+    before = None
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role not in _AFTER:
+            raise UserError(f"message {index}: role", f"takes {', '.join(_AFTER)}", value=role)
+        for name in ("weight", "train"):
+            if message.get(name) not in (None, 0, 1):
+                raise UserError(f"message {index}: {name}", "takes 0 (excluded) and 1", value=message[name])
+        if before not in _AFTER[role]:
+            where = f"follows a message of role {before}" if before else "begins the chat"
+            raise UserError(f"message {index}: role", f"it {where}", "correct the order of the messages", value=role)
+        before = role
+    if before != "assistant":
+        raise UserError(f"message {len(messages) - 1}: role", "the last message must be the assistant's", value=before)
+    return messages

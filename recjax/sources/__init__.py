@@ -1,0 +1,1 @@
+"""What gives groups to the queue: the policy, or a store."""

@@ -1,0 +1,1 @@
+"""Where completions are kept and exchanged."""

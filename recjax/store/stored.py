@@ -1,0 +1,232 @@
+"""Loads a store for training: selects the usable groups and fills in missing log-probs."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from recjax.config import Config, TaskConfig
+from recjax.errors import UserError
+from recjax.experience.batch import Shape
+from recjax.experience.group import Completion, Group
+from recjax.experience.records import signed_hash
+from recjax.hub.policy import Policy
+from recjax.rewards.reward import LENGTH, MixedReward, Reward, is_accurate, part_weights
+from recjax.store.missing_logprobs import check_logprobs, check_top_tokens
+from recjax.store.stored_groups import StoredGroups, content_of, load_groups
+from recjax.tasks.prompts import Prompts
+
+logger = logging.getLogger(__name__)
+
+
+class Stored(NamedTuple):
+    """Groups to train on, the shape of their batches, counts of skipped items by reason, and a digest of the data."""
+
+    groups: StoredGroups
+    shape: Shape
+    left_out: dict[str, int]
+    digest: str
+
+
+def load_stored(config: Config, policy: Policy) -> Stored:
+    """Loads the groups of `experience.store` or `experience.mix.store` with all their rewards, and checks them.
+
+    With `experience.regrade`, loads all groups, with reward 0 for every completion until `with_rewards` sets rewards.
+
+    Raises:
+        UserError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
+    """
+    experience = config.experience
+    assert experience is not None
+    mix = experience.mix
+    rollout = config.rollout
+    key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", experience.store)
+    assert store is not None
+
+    def of_this_run(group: Group, _: np.ndarray) -> Group:
+        # Staleness counts this run's updates. Versions other than 0 count those of another run; and rows of a mix have
+        # an age of their own, which must not make the rows stale that the run samples for the same groups.
+        is_initial = [mix is None and completion.policy_version == 0 for completion in group.completions]
+        versions = [0 if initial else None for initial in is_initial]
+        completions = map(as_trained, group.completions, [config.task] * len(versions), versions)
+        return group._replace(completions=tuple(completions))
+
+    try:
+        everything = load_groups(store, policy)
+        if experience.regrade:
+            everything = everything.graded(None)
+        pending = everything.sizes - everything.rewarded
+        waiting = everything.chosen(pending > 0)
+        whole = everything.chosen(pending == 0)
+        if not len(whole):
+            raise UserError(
+                problem=f"all {len(everything)} groups wait for rewards",
+                remedy="add rewards with python -m recjax.feedback",
+            )
+        if len(whole) < config.stored_groups:
+            raise UserError(
+                problem=(
+                    f"{len(whole)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
+                    f" {config.stored_groups} that each batch takes from the store"
+                ),
+                remedy=f"add groups, or lower rollout.prompts_per_step = {rollout.prompts_per_step}",
+            )
+        whole = whole.changed(of_this_run)
+        columns = whole.table[whole.places]
+        names = ("prompt_length", "completion_length", "row_length")
+        prompt, completion, row = (int(columns[name].max()) for name in names)
+        shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), prompt, completion)
+        if columns["trajectories"].any():
+            shape = Shape(shape.rows, None, row - 1, row - 1)
+            if problem := config.algorithm.problem_with_trajectories():
+                preset = config.algorithm.preset
+                raise UserError(problem=f"has trajectories, and algorithm.preset = {preset!r} {problem}")
+    except UserError as error:
+        raise UserError(key, str(error), value=store) from error
+    algorithm = config.algorithm.build()
+    check_logprobs(whole, algorithm, rollout.sampling(), experience.missing_logprobs)
+    if algorithm.score_centering and not mix:
+        check_top_tokens(whole)
+    logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
+    skipped = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
+    skipped |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
+    if not experience.regrade:
+        _warn_of_little_to_compare(store, whole, config)
+        lacking = whole.store.rewards_without_parts() if algorithm.reads("reward_parts") else 0
+        if lacking:
+            raise UserError(
+                key,
+                f"{lacking} completions have a reward without reward_parts, from which algorithm.preset ="
+                f" {config.algorithm.preset!r}, which reads only parts, would learn nothing",
+                "give them parts, set experience.regrade, or use another algorithm.advantage",
+                value=store,
+            )
+    if any(skipped.values()):
+        counts = ", ".join(f"{count} {name}" for name, count in skipped.items())
+        logger.warning("%s: skipped, because their groups wait for rewards: %s", store, counts)
+    return Stored(whole, shape, skipped, _digest(whole))
+
+
+def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
+    """Replaces the rewards by those of a grader, and removes completions without a reward.
+
+    Raises:
+        UserError: too few groups have a reward.
+    """
+    experience = config.experience
+    assert experience is not None
+    store = experience.store if experience.mix is None else experience.mix.store
+    assert store is not None
+    groups = stored.groups.graded(grader)
+    if without := int(stored.groups.sizes.sum() - groups.sizes.sum()):
+        logger.warning("%s: skipped %d completions, to which the reward function gave no reward", store, without)
+    if len(groups) < config.stored_groups:
+        raise UserError(
+            "experience.regrade",
+            f"the reward function gave rewards to {len(groups)} groups of {store!r}, fewer than the"
+            f" {config.stored_groups} that each batch takes from the store",
+            "correct the reward function",
+        )
+    _warn_of_little_to_compare(store, groups, config)
+    return stored._replace(groups=groups, digest=_digest(groups))
+
+
+def _digest(groups: StoredGroups) -> str:
+    """A digest of the groups by their first completions and sizes, and of the rewards of each by range and sum."""
+    digest = hashlib.sha256(groups.store.id.encode())
+    for name in ("first", "size"):
+        digest.update(groups.table[name][groups.places].tobytes())
+    if groups.rewards is not None:
+        digest.update(groups.rewards[groups.places].tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config) -> None:
+    """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards."""
+    sizes = groups.sizes
+    ranges = groups.store.reward_ranges(groups.grader)
+    mix = config.experience and config.experience.mix
+    joined = mix and mix.of == "group"
+    alone = int((sizes == 1).sum())
+    if alone and not joined and config.algorithm.ignores_singletons():
+        logger.warning(
+            "%s: %d of %d groups have a single completion, from which %s learns nothing; set"
+            " algorithm.advantage={singleton: reward}, or another advantage such as raw_reward",
+            store,
+            alone,
+            len(sizes),
+            config.algorithm.preset,
+        )
+    if len(ranges) < 2:
+        return
+    lowest, highest = zip(*ranges.values(), strict=True)
+    spread = max(highest) - min(lowest)
+    if max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
+        listed = ", ".join(f"{source} {low:g} to {high:g}" for source, (low, high) in ranges.items())
+        logger.warning("%s: sources have different ranges of rewards, which recjax does not rescale: %s", store, listed)
+
+
+def warn_of_other_weights(groups: Sequence[Group], task: TaskConfig, reward: Reward | MixedReward) -> None:
+    """Warns if a recorded reward is not the sum of its parts with the weights of this run, which do not change it."""
+    for completion in groups[0].completions:
+        grade = completion.known_grade
+        parts = grade.reward_parts or {}
+        name = completion.metadata.get("task")
+        task_reward = reward.of.get(str(name)) if isinstance(reward, MixedReward) else reward
+        # Other programs' parts need not be complete, and failed completions have a reward of their own.
+        if task_reward is None or LENGTH not in parts or grade.failure not in (None, "none"):
+            continue
+        # The task's reward or an agent has given the parts.
+        choices = task_reward.weights, part_weights(task.of(name).reward_weights)
+        assert grade.reward is not None
+        recorded = grade.reward
+        totals = [sum(weights.get(part_name, 1.0) * value for part_name, value in parts.items()) for weights in choices]
+        if all(abs(total - recorded) > 1e-4 * max(1.0, abs(total)) for total in totals):
+            logger.warning(
+                "completion %r has the reward %g, and its parts have the sum %g with this run's task.reward_weights,"
+                " which do not change stored rewards; set experience.regrade to compute them again",
+                completion.id,
+                grade.reward,
+                totals[0],
+            )
+            return
+
+
+def check_prompts(groups: StoredGroups, of_problems: bool, store: str, prompts: Prompts) -> None:
+    """Logs the number of training prompts with stored completions, which join the groups of their prompts.
+
+    Raises:
+        UserError: no training prompt has stored completions.
+    """
+    of_task = [
+        signed_hash(content_of(Group("", tokens[mask], (), problem.prompt, problem.answer), of_problems))
+        for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
+    ]
+    if not (shared := int(np.isin(of_task, groups.contents(of_problems)).sum())):
+        raise UserError(
+            "experience.mix.store",
+            f"has no completions of the task's {len(of_task)} training prompts, and only rows with the same prompt"
+            " tokens join a group",
+            "add completions, or set experience.mix.of to batch",
+            value=store,
+        )
+    logger.info("%s: has completions of %d of %d training prompts", store, shared, len(of_task))
+
+
+def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Completion:
+    """Sets `accurate` and the policy version of a stored completion for the metrics of this run.
+
+    Args:
+        task: config with `success` and `verdict`, for completions whose grade does not say whether they are accurate.
+        version: policy version, counted in updates of this run; None: not known.
+    """
+    grade = row.known_grade
+    accurate = grade.accurate
+    if accurate is None:
+        own_task = task.of(row.metadata.get("task"))
+        accurate = is_accurate(grade.reward_parts or {}, grade.reward, own_task.success, own_task.verdict)
+        assert not isinstance(accurate, np.ndarray)
+    runs = row.version_runs if version == row.policy_version else ()
+    return row._replace(grade=grade._replace(accurate=accurate), policy_version=version, version_runs=runs)

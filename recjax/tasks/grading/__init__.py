@@ -1,1 +1,0 @@
-"""Rewards of completions; worker processes grade completions for the built-in rewards."""
