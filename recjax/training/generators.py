@@ -31,7 +31,7 @@ from recjax.models.trainable import combine
 from recjax.rollout.agents import Agents
 from recjax.rollout.requests import Weights
 from recjax.tasks.grading.pool import Grading
-from recjax.tasks.grading.reward import Reward
+from recjax.tasks.grading.reward import MixedReward, Reward
 from recjax.tasks.prompts import Prompts
 from recjax.training.sampling import BatchSampler
 
@@ -357,7 +357,7 @@ def open_generator(
     config: Config,
     policy: Policy,
     prompts: Prompts,
-    reward: Reward,
+    reward: Reward | MixedReward,
     frozen: dict,
     older_params: Callable[[Config, Policy, dict, dict], Callable[[int], dict]] | None = None,
 ) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:
