@@ -278,6 +278,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
     if run is None:
         if step is not None:
             raise UserError(f"--step {step}", "has no effect with --config, which has no checkpoints", "remove it")
+        assert config is not None
         return load_config(config, overrides), "initial"
     run_config(Path(run))
     return load_config(Path(run) / "config.yaml", overrides), Path(run).name

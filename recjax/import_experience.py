@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -141,7 +141,7 @@ def main(argv: list[str]) -> None:
     """Imports the files and prints a summary."""
     if argv[1:]:
         raise UserError(f"{argv[1]!r}", "unknown argument", "give every file as --input FILE")
-    names = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
+    names: dict[str, Any] = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
     cuts = (FLAGS.top_k, FLAGS.top_p, FLAGS.min_p)
     if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
         raise UserError(

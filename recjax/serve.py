@@ -119,7 +119,7 @@ def listen(host: str, port: int, seconds: float) -> socket.socket:
         listening = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise UserError(
-            f"--host {host} --port {port}", error.strerror or error, "give another --port, or 0 for any free port"
+            f"--host {host} --port {port}", error.strerror or str(error), "give another --port, or 0 for any free port"
         ) from error
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(1000 * seconds, 2**31 - 1)))

@@ -45,8 +45,7 @@ def main(argv: list[str]) -> None:
     """Reads the config, trains and prints the result."""
     if FLAGS.device and not FLAGS.dry_run:
         raise UserError("--device", "applies only with --dry_run", "add it, or remove --device", value=FLAGS.device)
-    if not FLAGS.dry_run:
-        config = load_config(FLAGS.config, argv[1:])
+    config = None if FLAGS.dry_run else load_config(FLAGS.config, argv[1:])
     # These imports take seconds, so --help and config errors come first.
     from recjax.api import run
     from recjax.planning.dry_run import print_dry_run

@@ -428,8 +428,8 @@ def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) ->
             if completion.rows and not parts:
                 raise UserError(
                     f"completion {completion.id!r} of source {completion.source!r}",
-                    f"has the reward {completion.grade.reward:g} and no reward part with a weight (reward_parts ="
-                    f" {completion.grade.reward_parts}), and the algorithm reads only parts",
+                    f"has the reward {completion.known_grade.reward:g} and no reward part with a weight (reward_parts ="
+                    f" {completion.known_grade.reward_parts}), and the algorithm reads only parts",
                     "give it reward_parts, or use another algorithm.advantage",
                 )
         for source, other_source in itertools.combinations(names, 2):

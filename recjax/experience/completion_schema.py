@@ -411,13 +411,13 @@ def to_array(name: str, values: Any, where: str) -> np.ndarray:
 _ELEMENTS = {"int32[]": ({int}, "iu"), "bool[]": ({bool}, "b"), "float32[]": ({int, float}, "fiu")}
 
 
-def field(name: str) -> Any:
-    """The type of a pydantic model's key with the values of a column.
+def field(name: str) -> tuple[Any, ...]:
+    """What an annotation of a pydantic model says of a key with the values of a column.
 
     The error of a wrong value is a `UserError` in the context of pydantic's error.
     """
     check = pydantic.AfterValidator(lambda value: check_value(name, value, name))
-    return Annotated[Any, check, pydantic.Field(description=COLUMNS[name].takes)]
+    return check, pydantic.Field(description=COLUMNS[name].takes)
 
 
 @functools.cache
@@ -514,7 +514,7 @@ class Check:
         try:
             _values_type(name, is_nullable).validate_python(values)
         except pydantic.ValidationError as error:
-            place = error.errors(include_url=False)[0]["loc"][0]
+            place = int(error.errors(include_url=False)[0]["loc"][0])
             where = self._where(owners[place], name)
             self._keep(owners[place], _mistake(column, where, values[place], error))
 
@@ -591,7 +591,9 @@ class Check:
         """The arrays of a column, for completions that have kept all rules."""
         values = list(values[: bisect.bisect_left(owners, self.count)])
         _, kinds = _ELEMENTS[COLUMNS[name].kind]
-        forms = {(type(array), getattr(array, "dtype", None), getattr(array, "ndim", None)) for array in values}
+        forms: set[tuple[type, Any, Any]] = {
+            (type(array), getattr(array, "dtype", None), getattr(array, "ndim", None)) for array in values
+        }
         if all(kind is np.ndarray and dtype.kind in kinds and dimensions == 1 for kind, dtype, dimensions in forms):
             return values
         arrays = []
@@ -694,7 +696,7 @@ def _check_shared(check: Check, prompts: Sequence[Any], samplings: Sequence[Samp
 
 def _check_grades(check: Check, completions: Sequence[Completion]) -> None:
     owners = [index for index, completion in enumerate(completions) if completion.grade is not None]
-    grades = [completions[index].grade for index in owners]
+    grades = [completions[index].known_grade for index in owners]
     check.plain("reward", [grade.reward for grade in grades], owners)
     check.plain("reward_parts", [grade.reward_parts for grade in grades], owners)
     check.plain("accurate", [grade.accurate for grade in grades], owners)

@@ -172,10 +172,11 @@ def write_adapters(
     leaves = flatten(jax.device_get(params))
     names = tensor_names(plain)
     rows = fused_rows(plain)
-    adapts_experts = config.experts is not None and not {"gate", "up", "down"}.isdisjoint(config.lora.targets)
-    if adapts_experts and (config.experts.dense or config.experts.shared_size):
+    experts = config.experts
+    adapts_experts = experts is not None and not {"gate", "up", "down"}.isdisjoint(lora.targets)
+    if experts is not None and adapts_experts and (experts.dense or experts.shared_size):
         raise UserError(
-            f"model.lora.targets = {list(config.lora.targets)}",
+            f"model.lora.targets = {list(lora.targets)}",
             "PEFT reads no adapters of experts (gate, up, down) in models with layers without experts or with an"
             " MLP next to them",
             "export the merged model instead",

@@ -138,6 +138,7 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
         raise UserError(
             problem=f"the tokenizer in {folder} cannot be read ({error})", remedy="fetch its files again"
         ) from error
+    assert tokenizer is not None
     tokenizer.init_kwargs.pop(CHAT_DATE, None)  # a saved tokenizer may contain an old date
     if reads_clock(folder):
         tokenizer.init_kwargs[CHAT_DATE] = chat_date or date.today().isoformat()

@@ -544,7 +544,8 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
                 value=value,
             )
     for name in ("r", "lora_alpha"):
-        if type(value := fields.get(name)) not in (int, float) or not 0 < value < 2**31:
+        value: Any = fields.get(name)
+        if type(value) not in (int, float) or not 0 < value < 2**31:
             raise UserError(f"{file}: {name}", "takes a number above 0", "fetch the file again", value=value)
     return fields
 

@@ -20,9 +20,14 @@ from recjax.models.placement import constrain_params
 class Adapters(Protocol):
     """Options of low-rank adapters: their rank, their scale `alpha / rank`, and the projections that have them."""
 
-    rank: int
-    alpha: float
-    targets: Sequence[str]
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def targets(self) -> Sequence[str]: ...
 
 
 @runtime_checkable

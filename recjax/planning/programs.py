@@ -173,7 +173,7 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     if config.optimizer.name != ADAMW or config.optimizer.options:
         meaning = f"state of {config.optimizer.name}"
     state = Held(f"{meaning}{averaged}", jax.eval_shape(optimizer.init, model.trained))
-    size = model.decoder.dtype.itemsize
+    size = jnp.dtype(model.decoder.dtype).itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
         "optimizer's state": state,

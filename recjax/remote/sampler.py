@@ -63,6 +63,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         self.takes_weights = engine.takes_folders or takes_adapters
         if not (self.takes_weights or config.regime.offline):
             engine.__exit__()
+            assert config.rollout.engine is not None
             remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
             raise UserError(
                 "rollout.engine.url",
@@ -95,6 +96,7 @@ class EngineSampler(contextlib.AbstractContextManager):
 
     def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
         """See `PolicySampler`."""
+        assert self._version is not None
         self._issued[number] = self._thread.submit(self._batch, number, self._version, self._params, rates)
         self.in_flight[number] = self._version
 
@@ -122,7 +124,9 @@ class EngineSampler(contextlib.AbstractContextManager):
         engine = self.engine
         # Batches have ranges of seeds of their own, so that no two completions of a run are drawn alike.
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
-        for tries in range(config.rollout.engine.retries, -1, -1):
+        assert config.rollout.engine is not None
+        retries = config.rollout.engine.retries
+        for tries in range(retries, -1, -1):
             try:
                 if self.takes_weights and engine.version != version:
                     self.push(params, version)
@@ -132,11 +136,12 @@ class EngineSampler(contextlib.AbstractContextManager):
             except LostWeightsError as error:
                 if not tries:
                     raise UserError(
-                        problem=f"{error}, after {config.rollout.engine.retries + 1} tries",
+                        problem=f"{error}, after {retries + 1} tries",
                         remedy="give this run a server of its own that stays up",
                     ) from error
                 logger.warning("%s; recjax gives it the weights again and samples batch %d again", error, number)
                 engine.version = None
+        raise AssertionError("the last try returns or raises")
 
     def push(self, params: dict, version: int) -> None:
         """Writes the weights to a folder and gives them to the server.
@@ -151,6 +156,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         dtype = "float32" if self.engine.api == "recjax" else jnp.dtype(self._sampler.policy.decoder.dtype).name
         output = Path(config.output).absolute()
         shared_folder = output / "pushed"
+        assert config.rollout.engine is not None
         if config.rollout.engine.folder:  # other runs may push there as well
             shared_folder = Path(config.rollout.engine.folder).absolute() / f"{output.name}-{digest(bytes(output))[:8]}"
         folder = shared_folder / str(version)

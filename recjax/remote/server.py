@@ -174,7 +174,7 @@ class RemoteServer:
             flag = "--model" if self._address.key == "--engine" else "rollout.engine.model ="
             problem = f"{flag} {name!r}: unknown" if name else f"give {flag.removesuffix(' =')}"
             raise UserError(self.url, problem, f"the server has {', '.join([*owners][:20]) or 'no models'}")
-        return name, owners[name]
+        return str(name), owners[name]
 
 
 def whole_choices(reply: dict[str, Any], count: int, url: str) -> list[dict[str, Any]]:

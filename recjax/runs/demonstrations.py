@@ -65,6 +65,7 @@ def train_on_demonstrations(
     """
     config = _stage_config(setup.config)
     folder = Path(config.output)
+    assert setup.demonstrations is not None
     learner = _SupervisedLearner(setup.demonstrations)
     held_out = HeldOut(setup.held_out, setup.grading, setup.agents)
     constant = split_params(params, config.model)[1]
@@ -165,7 +166,7 @@ class _SupervisedLearner(Learner):
     def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
         return packed_layout(self._recipe.decoder, batch, self._config.training.tokens_per_micro_batch)
 
-    def evaluate(self, state: State) -> dict[str, float]:
+    def evaluate(self, state: State) -> Any:
         shown = self._demonstrations
         total = 0.0
         tokens = 0

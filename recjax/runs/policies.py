@@ -305,6 +305,7 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     if model.merge_adapter:
         return model
     if model.lora not in (None, lora):
+        assert model.lora is not None
         raise UserError(
             "model.lora",
             f"model.adapter = {model.adapter!r} has {lora.model_dump()}",
@@ -551,6 +552,7 @@ def _read_whole(run: Path, config: Config, step: int | str | None, read: Callabl
                     "the run deleted this checkpoint during the read",
                     "raise training.keep_checkpoints, or read it again",
                 ) from error
+    raise AssertionError("the last try returns or raises")
 
 
 def _restored(run: Path, step: int, like: dict) -> dict:

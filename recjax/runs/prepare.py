@@ -82,8 +82,9 @@ def prepare(
     teacher_prompts = None
     if config.task.teacher_template:
         if stored is not None and stored.shape.group is None:
-            path = experience.store or experience.mix.store
-            raise UserError(path, "has trajectories, which task.teacher_template does not support", "remove that key")
+            raise UserError(
+                _store_of(config), "has trajectories, which task.teacher_template does not support", "remove that key"
+            )
         teacher_prompts = TeacherPrompts(config, policy, train.problems)
     demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
     if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
@@ -131,6 +132,16 @@ def check_problems(config: Config, task: Task) -> None:
     unread: Any = None
     train, held_out = (Prompts(unread, unread, [str(problem.prompt) for problem in pool], pool) for pool in pools)
     hosts.agree("data", data_digests(config, train, held_out))
+
+
+def _store_of(config: Config) -> str:
+    """The store at rest whose groups the run trains on, alone or in a mix."""
+    experience = config.experience
+    assert experience is not None
+    if experience.store:
+        return experience.store
+    assert experience.mix is not None
+    return experience.mix.store
 
 
 def data_digests(
@@ -191,6 +202,8 @@ def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, re
     for task_reward in rewards:
         is_list = isinstance(task_reward.function, tuple)
         functions += task_reward.function if is_list else [task_reward.function]
+    keep = config.task.keep
+    assert keep is not None
     task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
     depends_on = {
         "accurate": "answer",  # files without this entry counted shaped rewards
@@ -198,7 +211,7 @@ def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, re
         "dtype": str(policy.decoder.dtype),
         "problems": prompts_digest(train),
         "code": code_digests(config, functions),
-        "samples": config.task.keep.samples,
+        "samples": keep.samples,
         **config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}}),
     }
     content = json_text({**depends_on, "task": task}, sort_keys=True)

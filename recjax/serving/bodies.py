@@ -394,11 +394,11 @@ def _few_parts(parts: dict[str, float]) -> dict[str, float]:
 class RewardBody(Body):
     """Keys of a reward."""
 
-    reward: field("reward") = None
-    reward_parts: Annotated[field("reward_parts"), pydantic.AfterValidator(_few_parts)] = None
-    accurate: field("accurate") = None
-    turn_rewards: field("turn_rewards") = None
-    comment: text_field(10_000) = None
+    reward: Annotated[Any, *field("reward")] = None
+    reward_parts: Annotated[Any, *field("reward_parts"), pydantic.AfterValidator(_few_parts)] = None
+    accurate: Annotated[Any, *field("accurate")] = None
+    turn_rewards: Annotated[Any, *field("turn_rewards")] = None
+    comment: Annotated[str | None, *text_field(10_000)] = None
 
     def grade(self, turns: int, known_rewards: Sequence[float]) -> Grade:
         """The grade of a completion.
@@ -412,7 +412,7 @@ class RewardBody(Body):
         try:
             return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
         except UserError as error:
-            key = re.match(r"\w*", str(error.where))[0]  # without the path to an element of the value
+            key = re.split(r"\W", error.where)[0]  # without the path to an element of the value
             raise Refused(400, str(error), param=key) from error
 
     def turn_reward(self) -> float:

@@ -28,7 +28,7 @@ from recjax.hub.policy import Policy
 from recjax.models.placement import params_on_host
 from recjax.models.trainable import combine
 from recjax.rewards.pool import Grading
-from recjax.rewards.reward import Reward
+from recjax.rewards.reward import MixedReward, Reward
 from recjax.rollout.requests import Weights
 from recjax.runtime import hosts
 from recjax.runtime.clocks import PhaseSeconds
@@ -357,7 +357,7 @@ def open_generator(
     config: Config,
     policy: Policy,
     prompts: Prompts,
-    reward: Reward,
+    reward: Reward | MixedReward,
     frozen: dict,
     older_params: Callable[[Config, Policy, dict, dict], Callable[[int], dict]] | None = None,
 ) -> Iterator[Callable[[int, int, dict, Newest], tuple[list[Group], list[Grade]]]]:

@@ -149,6 +149,7 @@ class PolicySource(StoreSource):
             for key, problem in zip(self._setup.train.keys, self._setup.train.problems, strict=True)
             if queue.rates.get(key, 0.0) is None
         ]
+        assert self._config.task.curriculum is not None
         logger.warning(
             "task.curriculum: no completion of %d problems got a reward: %.200s; the curriculum draws such problems"
             " only by its share task.curriculum.uniform = %g. metrics.jsonl counts the reasons: grading/… and"

@@ -1,7 +1,7 @@
 """Everything that a run has read before its first step: `Setup`."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recjax.agents.agents import AGENT_FAILURES, Agents
 from recjax.config import Config
@@ -86,7 +86,7 @@ class Setup(NamedTuple):
     @property
     def failures(self) -> dict[str, Sequence[str]]:
         """Reasons for which completions of this run can stay without a reward, by the first part of their metric."""
-        failures = {}
+        failures: dict[str, Sequence[str]] = {}
         if self.config.samples_training_data:
             failures["grading"] = self.grading.failures
         if self.agents:
@@ -98,14 +98,18 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     """The batch shape that fits both sampled and stored groups."""
     experience = config.experience
     if experience and experience.store and not experience.follow:
+        assert stored is not None
         return stored.shape
     shape = sampled_shape(config, train.tokens.shape[1])
     if stored is None:
         return shape
     other = stored.shape
+    assert experience is not None and experience.mix is not None
     if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
         other = other._replace(prompts=1, group=other.group and 1)
     if None in (shape.group, other.group):
         shape = shape.of_rows()
         other = other.of_rows()
-    return Shape(*(None if None in pair else max(pair) for pair in zip(shape, other, strict=True)))
+    pairs: Any = zip(shape, other, strict=True)
+    sizes: Any = (None if None in pair else max(pair) for pair in pairs)
+    return Shape(*sizes)

@@ -46,6 +46,7 @@ class StoreSource(Source):
             # They skip the queue: their rewards are known, and the checkpoint need not hold them.
             batch = schedule.batch_of(step, config.training.updates)
             with self._setup.phases.phase("sample"):
+                assert self._setup.stored is not None
                 groups = groups + groups_at(self._setup.stored.groups, count, batch, config.seed)
         return self._with_missing_logprobs(state, groups)
 

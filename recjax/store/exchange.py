@@ -265,7 +265,9 @@ _PAIR = {"name", "value"}
 
 def _record(place: str, row: Mapping[str, Any]) -> Record:
     """The completion of a row whose columns are checked one by one."""
-    lists = {name: np.array(_or_empty(row[name]), dtype).tobytes() for name, dtype in _LISTS.items()}
+    lists: dict[str, bytes | None] = {
+        name: np.array(_or_empty(row[name]), dtype).tobytes() for name, dtype in _LISTS.items()
+    }
     if not lists["behavior_logprobs"]:
         lists["behavior_logprobs"] = None
     time = row["time"]

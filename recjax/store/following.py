@@ -121,7 +121,7 @@ class Follower:
             if may_wait and self._unavailable_since is None:
                 self._unavailable_since = now
                 logger.warning("%s; the run waits for it, up to %g seconds", error, limit)
-            if not may_wait or now - self._unavailable_since >= limit:
+            if not may_wait or (self._unavailable_since is not None and now - self._unavailable_since >= limit):
                 raise UserError("experience.store", str(error), value=self.name) from error
         candidates = self._candidates()
         candidates.sort(key=lambda waiting: min(self._version(each, step) or 0 for each in waiting[0]))

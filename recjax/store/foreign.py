@@ -134,7 +134,7 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[FileRow]:
             for cells in reader:
                 where = f"--input: {file}: line {reader.line_num}"
                 if None in cells or None in cells.values():
-                    raise UserError(where, f"more or fewer cells than the {len(reader.fieldnames)} columns")
+                    raise UserError(where, f"more or fewer cells than the {len(reader.fieldnames or ())} columns")
                 row = {name: cell if cell or name == columns.completion else None for name, cell in cells.items()}
                 for name in structured & row.keys():
                     cell = row[name]
@@ -242,7 +242,7 @@ def _grade(row: _Source) -> Grade | None:
     return Grade(reward, parts)
 
 
-def _texts(row: _Source) -> tuple[str | None, list | None, str]:
+def _texts(row: _Source) -> tuple[Any, list | None, str]:
     """The prompt or the messages (one is None), and the completion."""
     prompt, messages = (messages_in(row.given.get(name)) for name in ("prompt", "messages"))
     completion = row.given.get("completion")

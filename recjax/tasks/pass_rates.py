@@ -37,6 +37,7 @@ def within_pass_rates(
         UserError: too few problems remain, or the cache cannot be written.
     """
     keep = config.task.keep
+    assert keep is not None
     count = len(train.texts)
     path = cache_folder("pass_rates") / f"{name}.jsonl"
     size = config.rollout.prompts_per_step

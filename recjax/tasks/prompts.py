@@ -250,9 +250,9 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
     """
     if rollout.long_prompts == "refuse":
         return task
-    train, evaluation = (
-        fitting(problems, tokenizer, rollout.max_prompt_tokens) for problems in (task.train, task.evaluation)
-    )
+    most = rollout.max_prompt_tokens
+    assert most is not None
+    train, evaluation = (fitting(problems, tokenizer, most) for problems in (task.train, task.evaluation))
     dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
     limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
     if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:

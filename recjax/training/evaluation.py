@@ -116,6 +116,7 @@ def answered(
             held = None
             yield answers
     if held and sum(len(answers.groups) for answers in held) * settings.samples > 1:
+        assert agents is not None
         raise UserError(
             "task.agent",
             f"all agents of the evaluation failed, the last with {agents.last_failure}",
@@ -256,13 +257,17 @@ def accurate_counts(
     Returns:
         For each part, the index of its first prompt and each prompt's number of accurate completions.
     """
-    settings = EvaluationConfig(samples=config.task.keep.samples, **config.rollout.sampling()._asdict())
+    keep = config.task.keep
+    assert keep is not None
+    settings = EvaluationConfig(samples=keep.samples, **config.rollout.sampling()._asdict())
     config = config.model_copy(update={"evaluation": settings})
     with contextlib.ExitStack() as stack:
         grading = stack.enter_context(Grading(config, reward))
         agents = stack.enter_context(Agents(config, policy)) if config.task.agent else None
         for part in answered(config, policy, params, train, grading, _PASS_RATES, agents=agents, done=done):
-            counts = [sum(bool(completion.grade.accurate) for completion in group.completions) for group in part.groups]
+            counts = [
+                sum(bool(completion.known_grade.accurate) for completion in group.completions) for group in part.groups
+            ]
             yield part.first, counts
 
 

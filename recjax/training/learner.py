@@ -78,7 +78,7 @@ class Learner:
         self._policy = policy
         self._held_out = held_out
         self.teacher = teacher
-        self._recipe = recipe_of(config, decoder, teacher and teacher.decoder)
+        self._recipe = recipe_of(config, decoder, None if teacher is None else teacher.decoder)
         self._rates = jax.device_get(jax.vmap(config.optimizer.build_schedule(steps))(np.arange(steps)))
         self._numbers = hyperparameters_of(config, 0.0)
         self._drop_key = drop_key(config.seed)
@@ -192,7 +192,10 @@ class Learner:
         """Samples and grades answers of the trained policy to the held-out problems."""
         config = self._config
         held_out = self._held_out
-        initial = combine(self.initial, self.frozen) if config.evaluation.initial_kl else None
+        initial = None
+        if config.evaluation.initial_kl:
+            assert self.initial is not None
+            initial = combine(self.initial, self.frozen)
         problems = len(held_out.prompts.texts)
         with under_way(f"evaluating the initial policy: {problems} problems", state.step == 0):
             return evaluate_policy(

@@ -158,6 +158,7 @@ def next_groups(run: Run, state: State, step: int) -> State:
             return state
         if idle >= settings.idle_rounds and not source.endless:
             raise UserError(f"step {step}", _too_few(run, queue.counts - before.counts))
+    raise AssertionError("the rounds have no end")
 
 
 def _too_few(run: Run, removed: Counter[str]) -> str:
