@@ -123,13 +123,15 @@ def rates_of(task: str, cell: Cell, best: dict[tuple[str, str, str], float]) -> 
 def verdict_runs(
     task: str, scales: dict[str, float], best: dict[tuple[str, str, str], float], extra: Iterable[str] = ()
 ) -> list[SweepRun]:
-    """Each cell at its rates, with the seeds of the checks; seed by seed."""
-    return [
-        run_of(task, cell, rate, seed, scales, extra)
+    """Each cell at its rates, with the seeds of the checks; first all best rates, which decide, seed by seed."""
+    places = [
+        (number, seed, cell, rate)
         for seed in range(PLAN["tasks"][task]["seeds"])
         for cell in cells_of(task)
-        for rate in rates_of(task, cell, best)
+        for number, rate in enumerate(rates_of(task, cell, best))
     ]
+    places.sort(key=lambda place: place[:2])
+    return [run_of(task, cell, rate, seed, scales, extra) for _, seed, cell, rate in places]
 
 
 def best_rates(ends: pd.Series) -> dict[tuple[str, str, str], float]:

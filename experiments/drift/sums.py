@@ -14,12 +14,13 @@ from recjax.runtime.cache import keep_compiled_programs
 
 TASK = "sums"
 SCALE_SEEDS = 2  # pilot seeds that measure the scales
+SCALE_RATE = 4e-4
 SIZES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # scales of the noise at which a pilot measures it
 ENGINE_GAP = 0.02  # nats of mean |Δ log π|, as logs of engines that serve other kernels show
 
 
 def measure_scales(extra: tuple[str, ...] = ()) -> dict:
-    """The scales of the causes that have none, and what they come from; with REINFORCE at the common rate.
+    """The scales of the causes that have none, and what they come from; with REINFORCE and AdamW at SCALE_RATE.
 
     A scale is the geometric mean over the pilot seeds.
 
@@ -40,15 +41,14 @@ def measure_scales(extra: tuple[str, ...] = ()) -> dict:
 
 
 def _measured(seed_number: int, extra: tuple[str, ...]) -> dict[str, dict[float, float]]:
-    rate = plan.PLAN["tasks"][TASK]["setups"]["adamw"]["common_rate"]
     cell = plan.Cell("adamw", "reinforce", plan.NONE, False)
-    config = plan.run_of(TASK, cell, rate, seed_number, {}, extra).config
+    config = plan.run_of(TASK, cell, SCALE_RATE, seed_number, {}, extra).config
     seed, policy = seed_of(config)
     programs = Programs(config, policy, 0)
 
     def kl(age: int, **drift: float | bool) -> float:
         drifts = jax.tree.map(jnp.asarray, Drift(**drift))
-        table = programs.run(seed, rate, Regime(jnp.int32(age), jnp.int32(0), drifts))
+        table = programs.run(seed, SCALE_RATE, Regime(jnp.int32(age), jnp.int32(0), drifts))
         return float(table["behavior_kl/k3"].median())
 
     return {

@@ -125,4 +125,4 @@ def test_runs_of_pilots_and_checks_share_no_seed():
     rates = {
         run.settings["rate"] for run in made if run.settings["cause"] == "age20" and run.settings["setup"] == "adamw"
     }
-    assert rates == {"0.0004", "0.0008"}
+    assert rates == {"0.0002", "0.0008"}
