@@ -105,8 +105,8 @@ def test_importing_the_package_and_its_config_needs_nothing_heavy():
     program = "import sys, recjax; recjax.Config; print({'jax', 'flax', 'transformers'} & {*sys.modules}, dir(recjax))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("set() ") and "'open_run'" in done.stdout, done.stderr
-    with pytest.raises(AttributeError, match="module 'recjax' has no attribute 'runs'"):
-        recjax.runs  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'recjax' has no attribute 'rum'"):
+        recjax.rum  # noqa: B018
 
 
 @pytest.mark.slow

@@ -75,6 +75,11 @@ def with_store(config, *overrides):
     return load_config(path, [f"experience.store={config.output}.db", *overrides])
 
 
+def with_followed(config):
+    sizes = ["rollout.max_prompt_tokens=9", "rollout.max_context_tokens=30"]
+    return with_store(config, "experience.follow=true", "experience.missing_logprobs=current", *sizes)
+
+
 def parquet(folder):
     pd.DataFrame({"prompt": ["a"], "answer": ["b"]}).to_parquet(folder / "a.parquet")
     return folder / "a.parquet"
@@ -128,7 +133,7 @@ SITES = {
     "a followed row": (
         following,
         "tokenized",
-        lambda folder, config: following.Follower(with_store(config), a_policy(), "run")._usable(text_row(1)),
+        lambda folder, config: following.Follower(with_followed(config), a_policy(), "run")._usable(text_row(1)),
     ),
     "a stored text": (
         tokenize,

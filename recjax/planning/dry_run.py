@@ -116,7 +116,7 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     if experience and (folder := experience.store or (experience.mix and experience.mix.store)):
         notes.append(f"sizes of the groups in {folder}; the sizes above are those of sampled groups")
         if not experience.follow and "://" not in folder and not Path(folder).expanduser().exists():
-            result.missing.append(f"{folder} is not an experience store (no such file); {MAKE}")
+            result.missing.append(f"{folder}: is not an experience store (no such file); {MAKE}")
     if regime.mode == "sync" and experience and (experience.store or experience.late or experience.replay):
         notes.append("staleness, which depends on reward delays, the replay buffer and the store: the run measures it")
     elif regime.mode == "sync":

@@ -437,8 +437,8 @@ FAULTS = {
     "update-average-stands-still": Fault(
         "the averaged weights of a teacher stay the initial ones",
         "recjax/training/update.py",
-        "Averaged(optax.incremental_update(optax.apply_updates(params, updates), state.average, rate))",
-        "state",
+        "return updates, Averaged(moved)",
+        "return updates, state",
         (_SELF_TAUGHT,),
     ),
     # --- Rollout.

@@ -378,7 +378,7 @@ def test_config_fields_of_families(tmp_path, changes, options):
         ({"model_type": None}, "model_type None: is not supported"),
         (
             {"residual_multiplier": 0.2, "top": 1},
-            r"residual_multiplier = 0.2 is not a known .* \(all unknown: resid.*, top\)",
+            r"residual_multiplier = 0.2: is not a known .* \(all unknown: resid.*, top\)",
         ),
         (
             MOE | {"mlp_only_layers": [0, 1]},
@@ -388,7 +388,7 @@ def test_config_fields_of_families(tmp_path, changes, options):
         (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: takes a finite number above 0"),
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 4 experts: takes at most all"),
         (MOE | {"num_experts": 0}, "num_.*experts = 0: takes a finite number above 0"),
-        (MOE | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 is not a known field"),
+        (MOE | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8: is not a known field"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0: is not supported, only None"),
         (
             {"model_type": "mixtral", "router_jitter_noise": 0.1},

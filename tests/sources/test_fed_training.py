@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
+from recjax.errors import UserError
 from recjax.experience import queue
 from recjax.experience.group import Grade
 from recjax.planning.dry_run import dry_run, show_dry_run
@@ -215,7 +216,7 @@ def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
     monkeypatch.setattr(queue, "IDLE_ROUNDS", 3)
     config = tiny("run", "experience.replay.max_reuse=1")
     with pytest.raises(
-        RuntimeError, match=r"step 1: 4 batches were sampled, .*left_out/no_signal 16,.*; relax experience.replay$"
+        UserError, match=r"step 1: 4 batches were sampled, .*left_out/no_signal 16,.*; relax experience.replay$"
     ):
         count(config, sample=functools.partial(prepared_batch, reward=0.0))
 
@@ -239,7 +240,7 @@ def test_a_run_whose_completions_get_no_reward_says_why(tiny, monkeypatch, optio
         return groups, Grades([Grade(None, None, False, failure) for _ in grades.result()])
 
     with pytest.raises(
-        RuntimeError, match=f"step 1: 4 batches were sampled, .*left_out/rows_without_reward 64, .*{words}"
+        UserError, match=f"step 1: 4 batches were sampled, .*left_out/rows_without_reward 64, .*{words}"
     ):
         count(tiny("run", *options), sample=sample)
 

@@ -234,7 +234,9 @@ def test_pass_rates_are_measured_once_and_continued(monkeypatch, tmp_path):
             sampled.append(start)
             grades = [[place % 5 > each for each in range(4)] for place in range(start, min(start + 4, 9))]
             groups = [
-                SimpleNamespace(completions=[SimpleNamespace(grade=SimpleNamespace(accurate=one)) for one in group])
+                SimpleNamespace(
+                    completions=[SimpleNamespace(known_grade=SimpleNamespace(accurate=one)) for one in group]
+                )
                 for group in grades
             ]
             yield AnsweredPart(start, prompts, groups)

@@ -25,7 +25,7 @@ def test_prompts_are_padded_on_the_right_and_can_be_taken_in_any_order():
 
 def test_a_prompt_beyond_the_limit_is_refused_with_its_length():
     assert encode_problems(PROBLEMS, TOKENIZER, 8).tokens.shape == (3, 8)
-    with pytest.raises(ValueError, match=r"'10\+10=' has 6 tokens.*max_prompt_tokens = 5"):
+    with pytest.raises(ValueError, match=r"'10\+10=': has 6 tokens.*max_prompt_tokens = 5"):
         encode_problems(PROBLEMS, TOKENIZER, 5)
 
 

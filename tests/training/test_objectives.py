@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from recjax.algorithms.presets import build_algorithm
+from recjax.errors import UserError
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import RowShape, pack
 from recjax.hub.export import export_model, write_base
@@ -226,7 +227,7 @@ def test_groups_without_signal_are_replaced_and_counted(tiny):
 def test_refill_has_a_limit(tiny):
     never = "task.reward=tests.training.test_objectives:alike"
     with pytest.raises(
-        RuntimeError,
+        UserError,
         match="step 1: 3 batches were sampled, .*left_out/no_signal 12.*; choose problems.*; relax experience.refill$",
     ):
         count(tiny("run", never, "experience.refill={batches: 3}"), sample=graded_batch)
