@@ -209,14 +209,16 @@ def checks_parts(table: pd.DataFrame | None) -> dict[str, str]:
             survives = "yes" if next(holds) else "no"
             row = [name, map_page.in_words(check.what, NAMES), check.claimed, spread, str(check.found.count)]
             rows.append([*row, check.shown, survives])
-    rates = table.groupby(["algorithm", "regime"])["rate"].first().unstack()[list(REGIMES)]
+    rates = table.groupby(["algorithm", "regime"])["rate"].first().unstack()
+    regimes = [regime for regime in REGIMES if regime in rates]
+    rates = rates[regimes].fillna("–")
     rate_rows = [[NAMES[name], *rates.loc[name]] for name in NAMES if name in rates.index]
     header = ["", "number", "as claimed if", "mean and interval", "seeds", "outcome", "after Holm's correction"]
     return {
         "checks_table": markdown_table(header, rows),
         "checks_chance": chance_text(made, len(made)),
         "checks_runs": str(len(final(table))),
-        "checks_rates": markdown_table(["", *(NAMES[regime] for regime in REGIMES)], rate_rows),
+        "checks_rates": markdown_table(["", *(NAMES[regime] for regime in regimes)], rate_rows),
     }
 
 
