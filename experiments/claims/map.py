@@ -8,6 +8,7 @@ It resumes: a run that has a file or is in the table is finished. Runs of one al
 programs.py), an algorithm in one of `--workers` processes. All runs of a seed come before those of the next.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -58,16 +59,19 @@ def check_runs(table: pd.DataFrame) -> list[SweepRun]:
     algorithms = {name: (name, 1) for name in table["algorithm"].unique()}
     algorithms |= {name: (chosen["algorithm"], chosen["factor"]) for name, chosen in planned["multiples"].items()}
     runs = []
-    for seed in planned["seeds"]:
-        for name, (algorithm, factor) in algorithms.items():
-            for regime in planned["regimes"]:
-                rate = float(best[algorithm, regime]) * factor
-                settings = {"algorithm": name, "rate": f"{rate:g}", "regime": regime, "seed": str(seed)}
-                config = examples[algorithm, regime].config
-                optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
-                output = f"runs/claims_checks/{'__'.join(settings.values())}"
-                changes = {"seed": seed, "output": output, "optimizer": optimizer}
-                runs.append(SweepRun(settings, [], config.model_copy(update=changes)))
+    # Programs that keep older weights are other programs, whose runs come last.
+    with_offset = [name for name in planned["regimes"] if name.startswith("offset")]
+    for regimes in ([name for name in planned["regimes"] if name not in with_offset], with_offset):
+        for seed, (name, (algorithm, factor)), regime in itertools.product(
+            planned["seeds"], algorithms.items(), regimes
+        ):
+            rate = float(best[algorithm, regime]) * factor
+            settings = {"algorithm": name, "rate": f"{rate:g}", "regime": regime, "seed": str(seed)}
+            config = examples[algorithm, regime].config
+            optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
+            output = f"runs/claims_checks/{'__'.join(settings.values())}"
+            changes = {"seed": seed, "output": output, "optimizer": optimizer}
+            runs.append(SweepRun(settings, [], config.model_copy(update=changes)))
     return runs
 
 

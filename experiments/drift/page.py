@@ -500,6 +500,8 @@ def write_page(tables: dict[str, pd.DataFrame], docs: Path, notes: Path) -> None
     for task in TASKS:
         of_task = found.get(task, {})
         parts[f"{task}_chance"] = chance(of_task["final best"]) if of_task else ""
+        counts = [check.found.count for check in of_task["final best"].values() if check] if of_task else [0]
+        parts[f"{task}_seeds"] = " to ".join(map(str, dict.fromkeys([min(counts, default=0), max(counts, default=0)])))
         parts[f"{task}_runs"] = str(len(runs[task].final) if task in runs else 0)
         parts[f"{task}_all"] = str(planned_runs(task, runs.get(task)))
         parts[f"{task}_broken"] = broken_text(task, tables[task], runs[task]) if task in runs else ""
