@@ -325,7 +325,6 @@ def main(argv: list[str]) -> None:
             without_other_metrics(collect_finished(name)).to_parquet(TABLES[name], index=False, compression="zstd")
         tables = {name: read_runs(path) for name, path in TABLES.items()}
         if CHECKS.exists():
-        if CHECKS.exists():
             tables |= whole_seeds(pd.read_parquet(CHECKS))
     except UserError as error:
         sys.exit(f"error: {error}")
