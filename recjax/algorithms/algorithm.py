@@ -41,7 +41,7 @@ class Algorithm:
     entropy: Callable | None = None
     distillation: Callable | None = None
     teacher_divergence: functools.partial | None = None
-    score_centering: functools.partial | None = None
+    score_centering: Callable | None = None
     observations: Callable | None = None
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> "Algorithm":

@@ -303,5 +303,5 @@ def _check_centering(algorithm: Algorithm) -> None:
         "centers weights of single tokens by their ratio to the behavior policy; choose a preset without another"
         f" {' and '.join(misfits)}, or set the coefficient to 0"
     )
-    assert algorithm.score_centering is not None
+    assert isinstance(algorithm.score_centering, functools.partial)  # as presets build it
     require(not misfits, "score_centering.coefficient", algorithm.score_centering.keywords["coefficient"], remedy)
