@@ -13,7 +13,8 @@ PATHS = {
 
 def is_command(name):
     """True if a file directly in recjax/ runs as a program."""
-    return name.count(".") == 1 and name != "recjax.__main__" and '\nif __name__ == "__main__":' in PATHS[name].read_text(encoding="utf-8")
+    is_at_top = name.count(".") == 1 and name != "recjax.__main__"
+    return is_at_top and '\nif __name__ == "__main__":' in PATHS[name].read_text(encoding="utf-8")
 
 
 @functools.cache
