@@ -66,12 +66,12 @@ CAUSES = {
     "noise_2_percent": "fixed noise of 2 %",
     "noise_5_percent": "fixed noise of 5 %",
     "fixed_noise_engine": "fixed noise of an engine's size",
-    "fixed_noise5": "fixed noise with the KL of age 5",
-    "fixed_noise20": "fixed noise with the KL of age 20",
-    "fixed_noise50": "fixed noise with the KL of age 50",
-    "fresh_noise20": "new noise at each sync with the KL of age 20",
-    "fixed_noise20_wrong": "fixed noise with the KL of age 20, wrong log-probs",
-    "age20_and_fixed_noise20": "age 20 and fixed noise of that KL",
+    "fixed_noise5": "fixed noise with the pilot KL of age 5",
+    "fixed_noise20": "fixed noise with the pilot KL of age 20",
+    "fixed_noise50": "fixed noise with the pilot KL of age 50",
+    "fresh_noise20": "new noise at each sync with the pilot KL of age 20",
+    "fixed_noise20_wrong": "fixed noise with the pilot KL of age 20, wrong log-probs",
+    "age20_and_fixed_noise20": "age 20 and fixed noise of that pilot KL",
 }
 SUMMARIZED = {  # setups of tasks and causes in the page's table
     ("bandit", "sgd"): ("age20", "age50", "fixed_noise20"),
