@@ -36,7 +36,6 @@ SCALES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # of its noise, relative to the logits
 DRAWS = 32  # of the noise at each policy
 LEARNED = 0.95  # expected reward at which the path of policies ends
 SIZES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # scales of the noise at which a pilot measures it
-ENGINE_GAP = 0.02  # as on sums: nats of mean |Δ log π|
 ENUMERATED = (
     "reinforce",
     "weight",
@@ -152,19 +151,10 @@ def measure_scales() -> dict:
     kls = train(algorithm_of("reinforce"), cells, seeds).kl.mean(1)
     by_age = dict(zip(ages, kls[: len(ages)].tolist(), strict=True))
     fixed, fresh = kls[len(ages) :].reshape(2, len(SIZES))
-    gaps = np.array([_gap(size) for size in SIZES])
-    scales = {}
-    for name, cause in plan.CAUSES.items():
-        wanted = cause.get("scale")
-        if wanted == "engine":
-            scales[name] = plan.scale_at(np.array(SIZES), gaps, ENGINE_GAP)
-        elif wanted is not None:
-            by_size = fixed if cause["drift"].get("fixed") else fresh
-            age = int(wanted.removeprefix("equal_kl "))
-            scales[name] = plan.scale_at(np.array(SIZES), by_size, by_age[age])
-    by_size = {"fixed": fixed, "fresh": fresh, "gap": gaps}
-    shown = {kind: dict(zip(SIZES, values.tolist(), strict=True)) for kind, values in by_size.items()}
-    return {"scales": scales, "measured": {"age": by_age} | shown}
+    by_size = {"fixed": fixed.tolist(), "fresh": fresh.tolist(), "gap": [_gap(size) for size in SIZES]}
+    measured = {"age": by_age} | {kind: dict(zip(SIZES, values, strict=True)) for kind, values in by_size.items()}
+    scales = {name: plan.scale_of(name, measured) for name, cause in plan.CAUSES.items() if "scale" in cause}
+    return {"scales": scales, "measured": measured}
 
 
 def _gap(size: float) -> float:

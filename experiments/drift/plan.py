@@ -19,6 +19,7 @@ METHODS, CAUSES, CHECKS = PLAN["methods"], PLAN["causes"], PLAN["checks"]
 FIRST_PILOT_SEED = 100
 NONE = "none"  # the cause without age and noise
 AXES = ["setup", "algorithm", "cause", "rate", "seed"]
+ENGINE_GAP = 0.02  # nats of mean |Δ log π|, as logs of engines that serve other kernels show
 RUNS, SMOKE = "runs/drift_plan", "runs/drift_smoke"
 RECORDED_TOP_K = 128  # for score centering: the whole vocabulary of the sums
 
@@ -151,6 +152,24 @@ def best_rates(ends: pd.Series) -> dict[tuple[str, str, str], float]:
 def best_of_pilots(table: pd.DataFrame) -> dict[tuple[str, str, str], float]:
     """`best_rates` of a table of runs."""
     return best_rates(final(table))
+
+
+def scale_of(cause: str, measured: dict[str, dict[float, float]]) -> float:
+    """The scale of a cause's noise by a pilot's measurements.
+
+    Args:
+        measured: KL by age, as "age"; KL by scale of the noise, as "fixed" and "fresh"; mean |Δ log π|, as "gap".
+    Raises:
+        ValueError: see `scale_at`.
+    """
+    wanted = CAUSES[cause]["scale"]
+    if wanted == "engine":
+        kind, value = "gap", ENGINE_GAP
+    else:
+        kind = "fixed" if CAUSES[cause]["drift"].get("fixed") else "fresh"
+        value = measured["age"][int(wanted.removeprefix("equal_kl "))]
+    by_scale = measured[kind]
+    return scale_at(np.array([*by_scale]), np.array([*by_scale.values()]), value)
 
 
 def scale_at(sizes: np.ndarray, measured: np.ndarray, wanted: float) -> float:

@@ -16,7 +16,6 @@ TASK = "sums"
 SCALE_SEEDS = 2  # pilot seeds that measure the scales
 SCALE_RATE = 4e-4
 SIZES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # scales of the noise at which a pilot measures it
-ENGINE_GAP = 0.02  # nats of mean |Δ log π|, as logs of engines that serve other kernels show
 
 
 def measure_scales(extra: tuple[str, ...] = ()) -> dict:
@@ -35,7 +34,7 @@ def measure_scales(extra: tuple[str, ...] = ()) -> dict:
     scales = {}
     for name in plan.CAUSES:
         if name in causes and "scale" in plan.CAUSES[name]:
-            logarithms = [np.log(scale_of(name, measured)) for measured in by_seed]
+            logarithms = [np.log(plan.scale_of(name, measured)) for measured in by_seed]
             scales[name] = float(f"{np.exp(np.mean(logarithms)):.2g}")
     return {"scales": scales, "measured": by_seed}
 
@@ -57,17 +56,6 @@ def _measured(seed_number: int, extra: tuple[str, ...]) -> dict[str, dict[float,
         "fresh": {size: kl(1, noise=size) for size in SIZES},
         "gap": {size: gap(programs, seed, size) for size in SIZES},
     }
-
-
-def scale_of(cause: str, measured: dict) -> float:
-    """The scale of a cause by the measurements of one seed."""
-    wanted = plan.CAUSES[cause]["scale"]
-    sizes = np.array(SIZES)
-    if wanted == "engine":
-        return plan.scale_at(sizes, np.array([*measured["gap"].values()]), ENGINE_GAP)
-    age = int(wanted.removeprefix("equal_kl "))
-    kind = "fixed" if plan.CAUSES[cause]["drift"].get("fixed") else "fresh"
-    return plan.scale_at(sizes, np.array([*measured[kind].values()]), measured["age"][age])
 
 
 def gap(programs: Programs, seed: Seed, size: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.claims.verdicts import LEVEL, MARGIN, Check
 from experiments.drift import __main__ as main
-from experiments.drift import page, plan, sums
+from experiments.drift import page, plan
 from recjax.analysis.statistics import MIN_SEEDS, estimate
 from recjax.analysis.sweeps import read_sweep
 from recjax.config.schema import AlgorithmConfig
@@ -94,8 +94,10 @@ def test_every_scale_is_measured():
     for task in ("bandit", "sums"):
         causes = {cell.cause for cell in plan.cells_of(task) if "scale" in plan.CAUSES[cell.cause]}
         assert set(scales[task]["scales"]) == causes
+    for name, scale in scales["bandit"]["scales"].items():
+        assert scale == plan.scale_of(name, by_number(scales["bandit"]["measured"]))
     for name, scale in scales["sums"]["scales"].items():
-        of_seeds = [sums.scale_of(name, by_number(measured)) for measured in scales["sums"]["measured"]]
+        of_seeds = [plan.scale_of(name, by_number(measured)) for measured in scales["sums"]["measured"]]
         assert scale == pytest.approx(np.exp(np.mean(np.log(of_seeds))), rel=0.05)
 
 
