@@ -114,3 +114,11 @@ def test_the_committed_metrics_are_the_whole_grid(tables):
     table = tables["grid"]
     assert set(table[["algorithm", "regime", "seed"]].itertuples(index=False, name=None)) == expected
     assert (table.groupby(["algorithm", "regime", "seed"])["step"].max() == 300).all()
+
+
+def test_only_whole_seeds_are_checked():
+    cells = [("grpo", "3"), ("opmd", "3"), ("grpo", "4")]
+    table = pd.DataFrame([{"algorithm": name, "regime": "offline", "seed": seed, "step": 0} for name, seed in cells])
+    assert page.whole_seeds(table) == {}
+    both = pd.concat([table, table.assign(seed="5")[:2]])
+    assert set(page.whole_seeds(both)["checks"]["seed"]) == {"3", "5"}
