@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import pydantic
 
 from recjax.algorithms.options import checked_value, described, did_you_mean
-from recjax.algorithms.reading import RESCORED, names_read
+from recjax.algorithms.reading import RESCORED
 from recjax.config.experience import EngineConfig, ExperienceConfig, RegimeConfig, RolloutConfig
 from recjax.config.fields import (
     HIGHEST_TEMPERATURE,
@@ -259,7 +259,7 @@ class AlgorithmConfig(ConfigBlock):
     def problem_with_trajectories(self) -> str:
         """The reason why the algorithm cannot train on agents' trajectories; empty if it can."""
         algorithm = self.build()
-        names = {*names_read(algorithm.advantage)}
+        names = set(algorithm.advantage.reads)
         of_tokens = names & {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
         if algorithm.objective is not None or not of_tokens or "trajectories" in names:
             return ""
@@ -544,7 +544,7 @@ class TrainingConfig(ConfigBlock):
                 " (rollout.prompts_per_step / training.minibatches)",
                 value=chosen,
             )
-        if not RESCORED.isdisjoint(names_read(config.algorithm.build().advantage)):
+        if not RESCORED.isdisjoint(config.algorithm.build().advantage.reads):
             raise UserError(
                 "training.minibatches",
                 "does not work with an advantage that reads scored log-probs or entropies, which each update"

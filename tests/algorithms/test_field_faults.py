@@ -1,7 +1,6 @@
 """Faults that other implementations have had, and what would notice each here; presets that algebra makes equal."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,9 @@ from recjax.algorithms.axes import AXES
 from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
-from recjax.algorithms.reading import call
 from tests.algorithms.examples import (
     Example,
+    called,
     first_of_each_set_of_axes,
     loss_and_gradient,
     make_example,
@@ -332,7 +331,7 @@ def test_a_sequence_is_a_completion_whatever_its_turns():
     options = {"completion_mask": turns, "advantages": UP}
     whole = {"completion_mask": turns[:, jnp.array([0, 1, 4, 5])], "advantages": UP}
     of_sequences = (ratios.sequence_mean_ratio, ratios.sequence_product_ratio, ratios.clipped_sequence_mean_ratio)
-    found = jax.jit(lambda values: [call(ratio, SimpleNamespace(**values)) for ratio in of_sequences])
+    found = jax.jit(lambda values: [called(ratio, values) for ratio in of_sequences])
     for apart, joined in zip(
         found(options | {"log_ratio": log_ratio}), found(whole | {"log_ratio": together}), strict=True
     ):

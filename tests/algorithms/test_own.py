@@ -91,7 +91,7 @@ def test_a_name_or_a_function_stands_for_its_block():
     named, block = f"{MINE}:bounded", {"name": f"{MINE}:bounded"}
     expected = build_algorithm("reinforce", {"weight": block})
     for weight in (named, mine.bounded, {"name": mine.bounded}):
-        assert build_algorithm("reinforce", {"weight": weight}).token_weight is expected.token_weight
+        assert build_algorithm("reinforce", {"weight": weight}).token_weight == expected.token_weight
         assert AlgorithmConfig(preset="reinforce", weight=weight).overrides() == {"weight": block}
     assert build_algorithm("gspo", {"weight": "importance"}) == build_algorithm(
         "gspo", {"weight": {"name": "importance"}}
@@ -141,6 +141,7 @@ def test_mistakes_in_ones_own_are_found_before_work_starts(block, words):
         ("regularizer", "row_sums", r"must return \[batch, time\] or \[batch, 1\] .* shape \[batch\]"),
         ("term", "row_sums", r"must return \[batch, time\] or \[batch, 1\] .* shape \[batch\]"),
         ("correction", "mean_of_all", "a scalar"),
+        ("reduction", "token_sums", r"must return a sum and a count, two scalars, and returns shapes \(4,\)"),
         ("advantage", "mean_reward", r"must return \[batch\] or \[batch, time\] of numbers, and returns a scalar"),
     ],
 )

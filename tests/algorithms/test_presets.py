@@ -27,8 +27,8 @@ from tests.marks import campaign_except
 EXAMPLE = make_example(seed=3)
 
 
-def base(function):
-    return getattr(function, "func", function)
+def base(axis):
+    return axis and axis.function
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def base(function):
 )
 def test_the_papers_table(preset, changed):
     algorithm = build_algorithm(preset, {})
-    expected = {**vars(Algorithm()), **changed}
-    assert {axis: base(function) for axis, function in vars(algorithm).items()} == expected
+    expected = {name: base(axis) for name, axis in vars(Algorithm()).items()} | changed
+    assert {name: base(axis) for name, axis in vars(algorithm).items()} == expected
     assert algorithm.reference_kl is None and algorithm.entropy is None and algorithm.reduction is not None
     assert base(Algorithm().reduction) is reduce.token_mean
 
@@ -362,9 +362,9 @@ NUMBERS = [
 def test_numeric_options_are_arguments_of_a_program(preset):
     algorithm = build_algorithm(preset, {})
     free, options = free_options(algorithm)
-    for axis, function in vars(algorithm).items():
-        floats = {name: value for name, value in getattr(function, "keywords", {}).items() if type(value) is float}
-        assert options.get(axis, {}) == floats
+    for name, axis in vars(algorithm).items():
+        floats = {option: value for option, value in (axis.options if axis else ()) if type(value) is float}
+        assert options.get(name, {}) == floats
     found = jax.jit(lambda options: loss_and_gradient(free.with_options(options), EXAMPLE))(options)
     assert_close(found, loss_and_gradient(algorithm, EXAMPLE), 1e-5, least=1.0)
 

@@ -1,7 +1,6 @@
 """Added terms: by loops, their gradients, and junk where masked."""
 
 import functools
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -11,8 +10,7 @@ import pytest
 from absl.testing import parameterized
 
 from recjax.algorithms import regularizers
-from recjax.algorithms.reading import call
-from tests.algorithms.examples import make_example
+from tests.algorithms.examples import called, make_example
 from tests.marks import slow
 
 EXAMPLE = make_example()
@@ -41,7 +39,7 @@ class RegularizerVariants(chex.TestCase):
         def value_and_gradient(logprobs, behavior, mask):
             def value(x):
                 values = {"logprobs": x, "behavior_logprobs": behavior, "completion_mask": mask}
-                return call(function, SimpleNamespace(**values))
+                return called(function, values)
 
             return value(logprobs), jax.grad(lambda x: value(x).sum())(logprobs)
 
@@ -144,7 +142,7 @@ def value_and_factor(name, logprobs, **values):
     term = getattr(regularizers, name)
 
     def terms(x, options):
-        return call(functools.partial(term, **options), SimpleNamespace(**values, logprobs=x))
+        return called(term, values | {"logprobs": x}, **options)
 
     def both(options):
         return jax.jit(lambda x: (terms(x, options), jax.grad(lambda y: terms(y, options).sum())(x)))(logprobs)
@@ -224,10 +222,9 @@ def test_entropy_bonus():
 )
 def test_negative_strengths_are_refused(name, option):
     with pytest.raises(ValueError, match=f"{option} = -0.1: must be 0 or more"):
-        function = functools.partial(getattr(regularizers, name), **{option: -0.1})
         names = ("logprobs", "behavior_logprobs", "reference_logprobs")
         values = dict.fromkeys(names, jnp.ones((1, 1))) | {"completion_mask": jnp.ones((1, 1), bool)}
-        call(function, SimpleNamespace(**values))
+        called(getattr(regularizers, name), values, **{option: -0.1})
 
 
 def test_a_negative_entropy_coefficient_is_refused():
