@@ -88,7 +88,7 @@ def test_values_to_check_by_hand():
     chex.assert_trees_all_close(normalized, jnp.array([-(2**0.5), 0, 0, 2**0.5]), rtol=1e-5)
 
 
-def test_the_two_standard_deviations_are_as_far_apart_as_the_paper_notes():
+def test_standard_deviations_differ_as_the_paper_notes():
     rewards, group_ids, kept = jnp.arange(8.0), jnp.zeros(8, int), jnp.ones(8, bool)
     normalized = jax.jit(lambda *x: [advantages.group_normalized_advantages(*x, ddof=ddof) for ddof in (0, 1)])
     zero, one = map(np.asarray, normalized(rewards, group_ids, kept))

@@ -21,7 +21,7 @@ def public_functions(module) -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("name", slow_except(MODULES, "losses"))
-def test_every_public_function_has_an_example_that_prints_what_it_says(name):
+def test_every_public_function_has_a_true_example(name):
     module = importlib.import_module(f"recjax.algorithms.{name}")
     runner, said = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF), []
     parser = doctest.DocTestParser()

@@ -103,7 +103,7 @@ def test_some_options_of_an_axis_leave_its_others_alone():
     assert isinstance(clip["outer_high"], float)
 
 
-def test_a_preset_keeps_its_own_options_until_the_name_changes(monkeypatch):
+def test_presets_options_hold_until_the_name_changes(monkeypatch):
     wide = {"clip": {"name": "one_side", "epsilon_low": 0.6, "epsilon_high": 2.0}}
     monkeypatch.setitem(PRESETS, "wide", wide)
     assert resolve("wide", {"clip": {"epsilon_low": 0.5}})["clip"] == {**wide["clip"], "epsilon_low": 0.5}
@@ -369,7 +369,7 @@ def test_numeric_options_are_arguments_of_a_program(preset):
     assert_close(found, loss_and_gradient(algorithm, EXAMPLE), 1e-5, least=1.0)
 
 
-def test_values_that_a_program_has_as_arguments_do_not_make_another_algorithm():
+def test_values_given_as_arguments_keep_the_algorithm():
     mine = "tests.algorithms.mine"
     for changes, others in (
         ({"clip": {"epsilon_high": 0.3}}, {"clip": {"epsilon_high": 0.4}}),

@@ -72,7 +72,7 @@ def test_reference_kl_and_the_gradients_that_its_docstring_states(estimator, val
     np.testing.assert_allclose(derivative, np.where(MASK, 0.5 * gradient(difference), 0), **close)
 
 
-def test_k3_and_its_gradient_keep_their_sign_and_precision_at_every_distance():
+def test_k3_keeps_sign_and_precision_at_every_distance():
     distances = np.geomspace(1e-9, 15, 400, dtype=np.float32)
     distances = np.concatenate([-distances, [0], distances], dtype=np.float32)
     exact = distances.astype(np.float64)
@@ -168,7 +168,7 @@ def test_no_anchor_pushes_away_from_itself_at_any_distance(name):
 
 
 @pytest.mark.parametrize("behind", [0.0, 30.0, -15.0, "reference"])
-def test_the_unbiased_anchor_has_its_gradient_in_closed_form_at_any_distance(behind):
+def test_unbiased_kl_has_its_closed_gradient(behind):
     """ρ (exp(d) − d − 1) and −ρ d, where log ρ = log π − log μ is `behind`, or −d where μ is the reference."""
     near = DISTANCES[np.abs(DISTANCES) <= 80]
     logprobs = jnp.full((len(near), 1), -50.0)
@@ -188,7 +188,7 @@ def test_the_unbiased_anchor_has_its_gradient_in_closed_form_at_any_distance(beh
 
 @pytest.mark.parametrize("far", ["teacher", "policy"])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_a_teacher_never_pushes_away_from_itself_at_any_distance(kind, far):
+def test_teacher_never_pushes_away_from_itself(kind, far):
     """Two tokens; the scores of one policy differ by up to 80 nats, and those of the other are equal."""
     near = DISTANCES[np.abs(DISTANCES) <= 80]
     both = [np.stack([near, 0 * near], axis=1), np.zeros((len(near), 2))]
@@ -320,7 +320,7 @@ def test_divergences_of_equal_or_impossible_tokens():
     assert (few <= whole + 1e-5).all() and (few < whole - 1e-3).any()
 
 
-def test_reverse_kl_is_the_mean_of_the_sampled_tokens_gradient():
+def test_reverse_kl_is_the_mean_sampled_gradient():
     """Σ_y q(y) (log q − log p)(y) ∇log q(y), the mean of on-policy distillation's gradient, is that of KL(q ‖ p)."""
 
     @jax.jit
