@@ -23,7 +23,7 @@ FAULTS = {
     "field": ("algorithms/losses.py", "mask = tokens.completion_mask\n", "mask = tokens.completion_masks\n"),
     "keyword": ("models/experts.py", "weights.sum(-1, keepdims=True)", "weights.sum(-1, keep=True)"),
     "missing value": ("experience/group.py", "        assert self.grade is not None\n", ""),
-    "name": ("algorithms/terms.py", "computed = _computed_divergence\n", "computed = _computed_divergences\n"),
+    "name": ("algorithms/terms.py", "taught_mask = completion_mask\n", "taught_mask = completion_masks\n"),
     "name in a text": ("algorithms/algorithm.py", '-> "Algorithm":', '-> "Algoritm":'),
     "number of arguments": ("algorithms/losses.py", "(anchor, behavior_logprobs, mask)", "(anchor)"),
     "replaced field": ("algorithms/losses.py", "_replace(advantages=advantages)", "_replace(advantage=advantages)"),

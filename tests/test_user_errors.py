@@ -160,7 +160,7 @@ SITES = {
     "a sweep": (sweeps, "make_config", lambda folder, config: sweeps.read_sweep(sweep_file(folder))),
     "an algorithm": (
         presets,
-        "_trace",
+        "_check_read",
         lambda folder, config: presets.build_algorithm("gspo", {"clip": {"epsilon_high": 1e-3}}),
     ),
     "a reward": (

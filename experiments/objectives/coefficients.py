@@ -34,7 +34,9 @@ def coefficients(algorithm: Algorithm, advantage: float) -> Float[np.ndarray, " 
     mask = jnp.ones(behavior.shape, bool)
     advantages = jnp.full(len(RATIOS), advantage)
     kept = mask[:, 0]
-    weights = algorithm.row_weight(advantages, kept) if algorithm.row_weight else kept.astype(float)
+    weights = kept.astype(float)
+    if algorithm.row_weight is not None:
+        weights = algorithm.row_weight.bound()(advantages, kept)
     ids = jnp.arange(len(RATIOS))
     rows = losses.RowTerms(advantages, weights, kept, advantages, ids, ~kept, proximal_logprobs=logprobs)
     gradient = jax.grad(lambda x: losses.token_loss(algorithm, x, behavior, rows, mask).sum())(logprobs)

@@ -19,7 +19,7 @@ from recjax import algorithms
 from recjax.algorithms.axes import ADDED_TERMS, AXES, READABLE
 from recjax.algorithms.catalog import FIELD, PAPER, SOURCES, Preset, changes_of
 from recjax.algorithms.options import readable_options
-from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, OF_TERMS, WHOLE_BATCH
+from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, TERMS, WHOLE_BATCH
 from recjax.analysis.collect import read_runs, without_other_metrics
 from recjax.analysis.compare import final
 from recjax.analysis.statistics import estimate
@@ -249,7 +249,7 @@ def preset_table(presets: dict[str, Preset]) -> str:
 def names_table() -> str:
     """Values that functions may read; values of the whole batch come last."""
     lines = ["| parameter | description |", "|---|---|"]
-    lines += [f"| `{name}` | {text} |" for name, text in (EVERYWHERE | MICRO_BATCH | OF_TERMS | WHOLE_BATCH).items()]
+    lines += [f"| `{name}` | {text} |" for name, text in (EVERYWHERE | MICRO_BATCH | TERMS | WHOLE_BATCH).items()]
     return "\n".join(lines) + "\n"
 
 

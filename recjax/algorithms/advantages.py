@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.groups import group_index, group_minima, group_sizes, group_sums
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import ABOVE_0, AT_LEAST_0, Bounds, Scalar, requires
 
 Singleton = Literal["zero", "reward"]
 
@@ -71,6 +71,7 @@ def group_mean_advantages(
     return _with_singletons(deviations(rewards, index, kept), rewards, index, kept, singleton)
 
 
+@requires(epsilon=Bounds(ABOVE_0.accepts, "must be above 0, or a group of equal rewards divides by zero"))
 def group_normalized_advantages(
     rewards: Float[Array, " batch"],
     group_ids: Int[Array, " batch"],
@@ -102,7 +103,6 @@ def group_normalized_advantages(
         >>> [round(x, 3) for x in advantages.tolist()]
         [1.414, -0.707, -0.707]
     """
-    require(epsilon > 0, "epsilon", epsilon, "must be above 0, or a group of equal rewards divides by zero")
     index = group_index(group_ids)
     centered = deviations(rewards, index, kept)
     # With ddof 1, a group of one row would divide 0 by 0.
@@ -190,6 +190,7 @@ def raw_reward_advantages(
     return jnp.where(kept, rewards, 0.0)
 
 
+@requires(coefficient=AT_LEAST_0)
 def teacher_advantages(
     logprobs: Float[Array, "batch time"],
     teacher_logprobs: Float[Array, "batch time"],
@@ -216,5 +217,4 @@ def teacher_advantages(
         >>> print(teacher_advantages(logprobs, teacher, mask, coefficient=1.0))
         [[ 1.  -0.5  0. ]]
     """
-    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     return coefficient * jnp.where(completion_mask, teacher_logprobs - logprobs, 0.0)

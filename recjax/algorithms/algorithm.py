@@ -1,79 +1,104 @@
 """An algorithm: one function for each axis of the equation in `losses`."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from recjax.algorithms.advantages import group_mean_advantages, raw_reward_advantages
+from recjax.algorithms.axis import Axis
 from recjax.algorithms.batch_advantages import no_advantages, turn_return_advantages
 from recjax.algorithms.ratios import behavior_anchor, token_ratio
-from recjax.algorithms.reading import RESCORED, SCORED, base, names_read
+from recjax.algorithms.reading import RESCORED, SCORED
 from recjax.algorithms.reduce import token_mean
 
 RATIO = frozenset({"ratio", "log_ratio", "anchor_logprobs"})
+# The axes of REINFORCE that are never off.
+GROUP_MEAN = Axis(group_mean_advantages)
+BEHAVIOR_ANCHOR = Axis(behavior_anchor)
+TOKEN_RATIO = Axis(token_ratio)
+TOKEN_MEAN = Axis(token_mean)
+
+
+def values_read(*axes: Axis | None) -> set[str]:
+    """Names of the values that the functions of some axes read; an axis that is off reads none.
+
+    Examples:
+        >>> sorted(values_read(BEHAVIOR_ANCHOR, None, TOKEN_MEAN))
+        ['behavior_logprobs', 'completion_mask', 'per_token']
+    """
+    names: set[str] = set()
+    for axis in axes:
+        if axis is not None:
+            names.update(axis.reads)
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """One function for each axis, with options bound by functools.partial; the defaults are plain REINFORCE.
+    """One function for each axis, with its options; the defaults are plain REINFORCE.
 
     Instances are hashable, so jit takes them as static arguments. `presets.build_algorithm` makes one from names and
     options. A function's positional parameters name the values that it reads; `reading` lists these names. An axis that
     is None has no effect. Without an objective, the loss is the policy gradient: the reduction of `losses.token_loss`.
     """
 
-    objective: Callable | None = None
-    selection: Callable | None = None
-    advantage: Callable = group_mean_advantages
-    anchor: Callable = behavior_anchor
-    ratio: Callable = token_ratio
-    clip: Callable | None = None
-    mask: Callable | None = None
-    row_weight: Callable | None = None
-    token_weight: Callable | None = None
-    correction: Callable | None = None
-    regularizer: Callable | None = None
-    term: Callable | None = None
-    reduction: Callable = token_mean
-    reference_kl: Callable | None = None
-    unbiased_reference_kl: Callable | None = None
-    entropy: Callable | None = None
-    distillation: Callable | None = None
-    teacher_divergence: functools.partial | None = None
-    score_centering: Callable | None = None
-    observations: Callable | None = None
+    objective: Axis | None = None
+    selection: Axis | None = None
+    advantage: Axis = GROUP_MEAN
+    anchor: Axis = BEHAVIOR_ANCHOR
+    ratio: Axis = TOKEN_RATIO
+    clip: Axis | None = None
+    mask: Axis | None = None
+    row_weight: Axis | None = None
+    token_weight: Axis | None = None
+    correction: Axis | None = None
+    regularizer: Axis | None = None
+    term: Axis | None = None
+    reduction: Axis = TOKEN_MEAN
+    reference_kl: Axis | None = None
+    unbiased_reference_kl: Axis | None = None
+    entropy: Axis | None = None
+    distillation: Axis | None = None
+    teacher_divergence: Axis | None = None
+    score_centering: Axis | None = None
+    observations: Axis | None = None
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> "Algorithm":
         """The algorithm with other option values, by axis; a compiled program may take them as arguments."""
-        bound = {axis: functools.partial(getattr(self, axis), **values) for axis, values in options.items()}
-        return dataclasses.replace(self, **bound)
+        changed = {axis: getattr(self, axis).with_options(values) for axis, values in options.items()}
+        return dataclasses.replace(self, **changed)
 
     def reads(self, *names: str) -> bool:
         """True if the loss reads any of `names`."""
-        axes = [self.selection, self.advantage, self.clip, self.mask, self.row_weight, self.token_weight]
-        axes += [self.correction, self.regularizer, self.term, self.unbiased_reference_kl]
-        read = {name for axis in axes for name in names_read(axis)}
-        if RATIO & read or self.correction is not None:
-            read |= {*names_read(self.anchor)}
-        if RATIO & {*names_read(self.mask)}:
+        read = values_read(self.selection, self.advantage, self.clip, self.mask)
+        read |= values_read(self.row_weight, self.token_weight, self.correction)
+        read |= values_read(self.regularizer, self.term, self.unbiased_reference_kl)
+        if self.correction is not None or not RATIO.isdisjoint(read):
+            read |= values_read(self.anchor)
+        if not RATIO.isdisjoint(values_read(self.mask)):
             read.add("behavior_logprobs")
         if "ratio" in read:
-            read |= {*names_read(self.ratio)}
-        return any(name in read for name in names)
+            read |= values_read(self.ratio)
+        return not read.isdisjoint(names)
 
     @property
     def reads_ratio(self) -> bool:
         """True if the loss reads the ratio of policy to anchor, or of anchor to behavior policy."""
-        return self.reads(*RATIO) or self.correction is not None
+        return self.correction is not None or self.reads(*RATIO)
+
+    @property
+    def is_anchored_at_behavior(self) -> bool:
+        """True if the anchor is the behavior policy, so that the ratio also is the correction."""
+        return self.anchor == BEHAVIOR_ANCHOR
 
     @property
     def needs_behavior_logprobs(self) -> bool:
         """True if the loss depends on log-probs under the behavior policy."""
-        needs = self.compares_completions or self.correction is not None or self.score_centering is not None
-        divergence = self.teacher_divergence
-        needs = needs or (divergence is not None and divergence.keywords["weight"] != "none")
-        return needs or self.reads("behavior_logprobs", "scored_log_ratio", "effective_share")
+        if self.compares_completions or self.correction is not None or self.score_centering is not None:
+            return True
+        if self.teacher_divergence is not None and self.teacher_divergence.option("weight") != "none":
+            return True
+        return self.reads("behavior_logprobs", "scored_log_ratio", "effective_share")
 
     @property
     def needs_scoring(self) -> bool:
@@ -108,36 +133,38 @@ class Algorithm:
         """
         if self.compares_completions:
             return "group"
-        function = base(self.advantage)
+        function = self.advantage.function
         if function is no_advantages:
             return None
-        is_plain = getattr(self.advantage, "keywords", {}).get("baseline") == "none"
-        if function is raw_reward_advantages or (function is turn_return_advantages and is_plain):
+        subtracts_none = self.advantage.option("baseline") == "none"
+        if function is raw_reward_advantages or (function is turn_return_advantages and subtracts_none):
             return "zero"
-        return "group" if "group_ids" in names_read(function) and not is_plain else "batch"
+        if "group_ids" in self.advantage.reads and not subtracts_none:
+            return "group"
+        return "batch"
 
     @property
     def values_singletons(self) -> bool:
         """True if a group's only completion has its reward as its advantage."""
-        return getattr(self.advantage, "keywords", {}).get("singleton") == "reward"
+        return self.advantage.option("singleton") == "reward"
 
     @property
     def imitates(self) -> bool:
         """True if a term has completions of other models as its targets, whatever their rewards are."""
-        return "foreign" in names_read(self.regularizer)
+        return "foreign" in values_read(self.regularizer)
 
     @property
     def relates_rows(self) -> bool:
         """True if the loss relates the rows of a completion, which must then be in one micro-batch."""
-        axes = [self.ratio, self.clip, self.mask, self.token_weight, self.correction or self.ratio]
-        axes += [self.regularizer, self.term, self.reduction]
-        return self.compares_completions or any("trajectories" in names_read(axis) for axis in axes)
+        read = values_read(self.ratio, self.clip, self.mask, self.token_weight)
+        read |= values_read(self.correction, self.regularizer, self.term, self.reduction)
+        return self.compares_completions or "trajectories" in read
 
     @property
     def needs_reference(self) -> bool:
         """True if the loss reads the log-probs of a reference policy."""
         has_kl = self.reference_kl is not None or self.unbiased_reference_kl is not None
-        return has_kl or "reference_logprobs" in names_read(self.term)
+        return has_kl or "reference_logprobs" in values_read(self.term)
 
     @property
     def needs_teacher(self) -> bool:
@@ -147,4 +174,4 @@ class Algorithm:
     @property
     def reads_teacher_logprobs(self) -> bool:
         """True if the advantages or the loss read a teacher's log-probs of the sampled tokens."""
-        return self.distillation is not None or "teacher_logprobs" in names_read(self.term)
+        return self.distillation is not None or "teacher_logprobs" in values_read(self.term)

@@ -14,8 +14,9 @@ from recjax.algorithms import (
     token_weighting,
     weighting,
 )
-from recjax.algorithms.options import did_you_mean, require, user_function
-from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, OF_TERMS, RESCORED, WHOLE_BATCH, check_names
+from recjax.algorithms.options import did_you_mean, user_function
+from recjax.algorithms.reading import EVERYWHERE, MICRO_BATCH, RESCORED, TERMS, WHOLE_BATCH, check_names
+from recjax.errors import UserError
 
 _TOKEN_WEIGHTS = {
     "importance": token_weighting.importance_weights,
@@ -129,22 +130,37 @@ ADDED_TERMS = {
     "score_centering": regularizers.score_centering,
     "observations": regularizers.observation_cross_entropy,
 }
-_OF_ROWS = [name for name in (*EVERYWHERE, *WHOLE_BATCH) if name != "advantages" and name not in RESCORED]
-_OF_RATIO = [name for name in MICRO_BATCH if name != "ratio"]
+_EVERYWHERE = list(EVERYWHERE)
+_MICRO_BATCH = list(MICRO_BATCH)
+_WHOLE_BATCH = list(WHOLE_BATCH)
+# What is known before advantages are computed, and before the scoring pass.
+_BEFORE_ADVANTAGES = [name for name in _EVERYWHERE if name != "advantages"]
+_BEFORE_SCORING = [name for name in _BEFORE_ADVANTAGES + _WHOLE_BATCH if name not in RESCORED]
+_BEFORE_RATIO = [name for name in _MICRO_BATCH if name != "ratio"]
 # Values that a user's own function may read, by axis. The axis `objective` takes no functions of users.
 READABLE = {
-    "selection": ["key", *_OF_ROWS],
-    "advantage": [*_OF_ROWS, *sorted(RESCORED)],
-    "anchor": [*EVERYWHERE, "logprobs", "behavior_logprobs", "proximal_logprobs"],
-    "ratio": [*EVERYWHERE, *_OF_RATIO],
-    "clip": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
-    "mask": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
-    "weight": [*EVERYWHERE, *MICRO_BATCH, *WHOLE_BATCH],
-    "correction": [*EVERYWHERE, *MICRO_BATCH],
-    "regularizer": [*(name for name in EVERYWHERE if name != "advantages"), "logprobs", "behavior_logprobs"],
-    "term": [*EVERYWHERE, "logprobs", "behavior_logprobs", "ratio", *OF_TERMS],
+    "selection": ["key", *_BEFORE_SCORING],
+    "advantage": _BEFORE_SCORING + sorted(RESCORED),
+    "anchor": [*_EVERYWHERE, "logprobs", "behavior_logprobs", "proximal_logprobs"],
+    "ratio": _EVERYWHERE + _BEFORE_RATIO,
+    "clip": _EVERYWHERE + _MICRO_BATCH + _WHOLE_BATCH,
+    "mask": _EVERYWHERE + _MICRO_BATCH + _WHOLE_BATCH,
+    "weight": _EVERYWHERE + _MICRO_BATCH + _WHOLE_BATCH,
+    "correction": _EVERYWHERE + _MICRO_BATCH,
+    "regularizer": [*_BEFORE_ADVANTAGES, "logprobs", "behavior_logprobs"],
+    "term": [*_EVERYWHERE, "logprobs", "behavior_logprobs", "ratio", *TERMS],
     "reduction": ["per_token", "completion_mask", "trajectories"],
 }
+
+
+def is_users(name: Any) -> bool:
+    """True if a name on an axis is a user's own module:function, or a function itself.
+
+    Examples:
+        >>> is_users("mine:bounded"), is_users("one_side")
+        (True, False)
+    """
+    return callable(name) or (isinstance(name, str) and ":" in name)
 
 
 def function_of(axis: str, name: Any) -> Callable | None:
@@ -164,12 +180,18 @@ def function_of(axis: str, name: Any) -> Callable | None:
     """
     key = f"{axis}.name"
     table = AXES[axis]
-    if callable(name) or (isinstance(name, str) and ":" in name):
-        require(axis in READABLE, key, name, f"must be one of {', '.join(table)}")
-        function = name if callable(name) else user_function(key, name)
+    names = ", ".join(table)
+    if is_users(name):
+        if axis not in READABLE:
+            raise UserError(key, f"must be one of {names}", value=name)
+        function = name
+        if not callable(name):
+            function = user_function(key, name)
         check_names(key, str(name), function, READABLE[axis])
         return function
-    is_known = isinstance(name, str) and name in table
-    or_users = ", or your own module:function" if axis in READABLE else ""
-    require(is_known, key, name, f"unknown; takes one of {', '.join(table)}{or_users}{did_you_mean(name, table)}")
+    if not isinstance(name, str) or name not in table:
+        others = ""
+        if axis in READABLE:
+            others = ", or your own module:function"
+        raise UserError(key, "unknown", f"takes one of {names}{others}{did_you_mean(name, table)}", name)
     return table[name]

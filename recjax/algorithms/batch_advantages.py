@@ -9,7 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.advantages import deviations
 from recjax.algorithms.groups import first_rows, group_index, group_minima, group_sizes, group_sums, trajectory_sums
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import ABOVE_0, ABOVE_0_TO_1, Bounds, Scalar, require, requires
+
+_EPSILON = Bounds(ABOVE_0.accepts, "must be above 0, or equal rewards divide by zero")
 
 
 def _batch_deviations(values, kept, weights=None):
@@ -22,15 +24,13 @@ def _standard_deviation(centered, weights, ddof=0):
     return jnp.sqrt(jnp.sum(weights * jnp.square(centered)) / jnp.maximum(jnp.sum(weights) - ddof, 1.0))
 
 
-def _whitened(values, kept, lengths, over, ddof, epsilon):
+def _whitened(values, kept, lengths, *, over, ddof, epsilon):
     """Scales the values of kept rows to mean 0 and standard deviation 1, over completions or tokens."""
-    weights = kept * (lengths if over == "tokens" else 1)
+    weights = kept * 1
+    if over == "tokens":
+        weights = kept * lengths
     centered = _batch_deviations(values, kept, weights)
     return centered / (_standard_deviation(centered, weights, ddof) + epsilon)
-
-
-def _require_epsilon(epsilon: Scalar) -> None:
-    require(epsilon > 0, "epsilon", epsilon, "must be above 0, or equal rewards divide by zero")
 
 
 def no_advantages(rewards: Float[Array, " batch"]) -> Float[Array, " batch"]:
@@ -57,6 +57,7 @@ def batch_mean_advantages(rewards: Float[Array, " batch"], kept: Bool[Array, " b
     return _batch_deviations(rewards, kept)
 
 
+@requires(epsilon=_EPSILON)
 def batch_whitened_advantages(
     rewards: Float[Array, " batch"],
     group_ids: Int[Array, " batch"],
@@ -93,13 +94,13 @@ def batch_whitened_advantages(
         >>> [round(x, 3) for x in advantages.tolist()]
         [1.414, -1.414, 0.0, 0.0]
     """
-    _require_epsilon(epsilon)
     values = jnp.where(kept, rewards, 0.0)
     if baseline == "group":
         values = deviations(rewards, group_index(group_ids), kept)
-    return _whitened(values, kept, lengths, over, ddof, epsilon)
+    return _whitened(values, kept, lengths, over=over, ddof=ddof, epsilon=epsilon)
 
 
+@requires(epsilon=_EPSILON)
 def batch_deviation_advantages(
     rewards: Float[Array, " batch"],
     group_ids: Int[Array, " batch"],
@@ -127,7 +128,6 @@ def batch_deviation_advantages(
         >>> [round(x, 3) for x in advantages.tolist()]
         [1.155, -1.155, 0.0, 0.0]
     """
-    _require_epsilon(epsilon)
     deviation = _standard_deviation(_batch_deviations(rewards, kept), kept)
     return deviations(rewards, group_index(group_ids), kept) / (deviation + epsilon)
 
@@ -209,6 +209,7 @@ def signal_scaled_advantages(
     return centered * jnp.sum(shares) / jnp.maximum(jnp.sum(jnp.where(teaches, shares, 0.0)), 1.0)
 
 
+@requires(epsilon=_EPSILON)
 def part_normalized_advantages(
     reward_parts: Mapping[str, Float[Array, " batch"]],
     part_weights: Mapping[str, Float[Array, " batch"]],
@@ -245,7 +246,6 @@ def part_normalized_advantages(
         >>> [round(x, 3) for x in advantages.tolist()]
         [1.0, -1.0]
     """
-    _require_epsilon(epsilon)
     require(bool(reward_parts), "reward_parts", dict(reward_parts), "the reward has no parts to normalize one by one")
     index = group_index(group_ids)
     total = jnp.zeros(kept.shape)
@@ -259,9 +259,10 @@ def part_normalized_advantages(
         largest += jnp.max(jnp.abs(normalized))
     # If the parts cancel each other everywhere, only rounding errors are left, which whitening would scale up to 1.
     is_signal = jnp.max(jnp.abs(total)) > len(kept) * jnp.finfo(total.dtype).eps * largest
-    return jnp.where(is_signal, _whitened(total, kept, lengths, over, ddof, epsilon), 0.0)
+    return jnp.where(is_signal, _whitened(total, kept, lengths, over=over, ddof=ddof, epsilon=epsilon), 0.0)
 
 
+@requires(beta=ABOVE_0)
 def log_mean_exp_advantages(
     rewards: Float[Array, " batch"],
     group_ids: Int[Array, " batch"],
@@ -289,7 +290,6 @@ def log_mean_exp_advantages(
         >>> [round(x, 3) for x in advantages.tolist()]
         [1.004, -1.996, -1.996]
     """
-    require(beta > 0, "beta", beta, "must be above 0")
     index = group_index(group_ids)
     # Measured from the group's highest reward, so that no exponent is above 0.
     highest = -group_minima(jnp.where(kept, -rewards, jnp.inf), index)
@@ -299,6 +299,7 @@ def log_mean_exp_advantages(
     return jnp.where(kept, below - beta * jnp.log(jnp.where(kept, means, 1.0)), 0.0)
 
 
+@requires(discount=ABOVE_0_TO_1)
 def discounted_advantages(
     rewards: Float[Array, " batch"],
     group_ids: Int[Array, " batch"],
@@ -327,7 +328,6 @@ def discounted_advantages(
         [[ 0.25  0.5 ]
          [-0.5   0.  ]]
     """
-    require((0 < discount) & (discount <= 1), "discount", discount, "must be above 0 and at most 1")
     counts = completion_mask.astype(rewards.dtype)
     to_come = jnp.sum(counts, axis=-1, keepdims=True) - jnp.cumsum(counts, axis=-1)
     centered = deviations(rewards, group_index(group_ids), kept)[:, None]
@@ -350,13 +350,17 @@ def turn_returns(turn_rewards: Float[Array, "batch turns"], *, discount: Scalar)
     """
     has_reward = jnp.isfinite(turn_rewards)
     rewards = jnp.where(has_reward, turn_rewards, 0.0)
-    _, returns = jax.lax.scan(
-        lambda after, reward: (reward + discount * after,) * 2, jnp.zeros_like(rewards[:, 0]), rewards.T, reverse=True
-    )
+
+    def add_reward(later_return, reward):
+        turn_return = reward + discount * later_return
+        return turn_return, turn_return
+
+    _, returns = jax.lax.scan(add_reward, jnp.zeros_like(rewards[:, 0]), rewards.T, reverse=True)
     last = jnp.maximum(jnp.sum(has_reward, axis=-1, keepdims=True) - 1, 0)
     return jnp.take_along_axis(returns.T, jnp.minimum(jnp.arange(turn_rewards.shape[1])[None], last), axis=1)
 
 
+@requires(discount=ABOVE_0_TO_1)
 def turn_return_advantages(
     turn_rewards: Float[Array, "batch turns"],
     token_turns: Int[Array, "batch time"],
@@ -394,14 +398,13 @@ def turn_return_advantages(
         [[ 0.25  0.25 -0.5 ]
          [-0.25  0.    0.5 ]]
     """
-    require((0 < discount) & (discount <= 1), "discount", discount, "must be above 0 and at most 1")
     advantages = turn_returns(turn_rewards, discount=discount)
     if baseline == "group":
         index = group_index(group_ids)
-        of_turn = lambda returns: deviations(returns, index, kept)  # noqa: E731
-        advantages = jax.vmap(of_turn, in_axes=1, out_axes=1)(advantages)
+        advantages = jax.vmap(lambda returns: deviations(returns, index, kept), in_axes=1, out_axes=1)(advantages)
     if trajectories is not None:
         advantages = first_rows(trajectories, kept).shared(advantages)
         kept = trajectory_sums(kept.astype(advantages.dtype), trajectories) > 0
-    of_tokens = jnp.take_along_axis(advantages, jnp.clip(token_turns, 0, advantages.shape[1] - 1), axis=1)
-    return jnp.where(completion_mask & kept[:, None], of_tokens, 0.0)
+    turns = jnp.clip(token_turns, 0, advantages.shape[1] - 1)
+    token_advantages = jnp.take_along_axis(advantages, turns, axis=1)
+    return jnp.where(completion_mask & kept[:, None], token_advantages, 0.0)

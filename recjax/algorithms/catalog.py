@@ -33,10 +33,16 @@ def changes_of(preset: Preset) -> str:
     """
     parts = []
     for axis, change in preset.changes.items():
-        block = {"name": change} if isinstance(change, str) else change
-        words = [value if option == "name" else f"{option} {value}" for option, value in block.items()]
+        if isinstance(change, str):
+            parts.append(f"{axis}: {change}")
+            continue
+        words = []
+        for option, value in change.items():
+            words.append(value if option == "name" else f"{option} {value}")
         parts.append(f"{axis}: {' '.join(words)}")
-    return "; ".join(parts) or "none"
+    if not parts:
+        return "none"
+    return "; ".join(parts)
 
 
 REC = "2509.24203"

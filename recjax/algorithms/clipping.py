@@ -4,13 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, AtLeast, Scalar, requires
 from recjax.algorithms.ratios import bounded_exp, per_token
-
-
-def _require_range(epsilon_low: Scalar, epsilon_high: Scalar) -> None:
-    for name, value in (("epsilon_low", epsilon_low), ("epsilon_high", epsilon_high)):
-        require(value >= 0, name, value, "must be 0 or more")
 
 
 def _sides(advantages):
@@ -18,6 +13,7 @@ def _sides(advantages):
     return per_token(advantages) >= 0, per_token(advantages) <= 0
 
 
+@requires(epsilon_low=AT_LEAST_0, epsilon_high=AT_LEAST_0)
 def one_side_mask(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -46,11 +42,11 @@ def one_side_mask(
         >>> print(one_side_mask(ratio, jnp.array([-1.0])))
         [[False  True  True]]
     """
-    _require_range(epsilon_low, epsilon_high)
     up, down = _sides(advantages)
     return (up & (ratio <= 1 + epsilon_high)) | (down & (ratio >= 1 - epsilon_low))
 
 
+@requires(epsilon_low=AT_LEAST_0, epsilon_high=AT_LEAST_0)
 def two_side_mask(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -79,10 +75,15 @@ def two_side_mask(
         [[ True  True  True]]
     """
     del advantages
-    _require_range(epsilon_low, epsilon_high)
     return (ratio >= 1 - epsilon_low) & (ratio <= 1 + epsilon_high)
 
 
+@requires(
+    outer_low=AtLeast("epsilon_low"),
+    outer_high=AtLeast("epsilon_high"),
+    epsilon_low=AT_LEAST_0,
+    epsilon_high=AT_LEAST_0,
+)
 def ring_mask(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -114,13 +115,12 @@ def ring_mask(
         >>> print(ring_mask(ratio, jnp.array([-1.0])))
         [[False False  True False]]
     """
-    require(outer_low >= epsilon_low, "outer_low", outer_low, f"must be at least epsilon_low = {epsilon_low}")
-    require(outer_high >= epsilon_high, "outer_high", outer_high, f"must be at least epsilon_high = {epsilon_high}")
     up, down = _sides(advantages)
     inside = two_side_mask(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     return inside | (up & (ratio <= 1 - outer_low)) | (down & (ratio >= 1 + outer_high))
 
 
+@requires(bound=AT_LEAST_1, epsilon_low=AT_LEAST_0, epsilon_high=AT_LEAST_0)
 def dual_clip_mask(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -146,11 +146,11 @@ def dual_clip_mask(
         >>> print(dual_clip_mask(ratio, jnp.array([-1.0])))
         [[ True  True False]]
     """
-    require(bound >= 1, "bound", bound, "must be 1 or more")
     kept = one_side_mask(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     return kept & ((per_token(advantages) >= 0) | (ratio <= bound))
 
 
+@requires(epsilon_low=AT_LEAST_0, epsilon_high=AT_LEAST_0)
 def log_one_side_mask(
     log_ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -176,11 +176,11 @@ def log_one_side_mask(
         >>> print(log_one_side_mask(log_ratio, jnp.array([1.0])))
         [[ True  True False]]
     """
-    _require_range(epsilon_low, epsilon_high)
     up, down = _sides(advantages)
     return (up & (log_ratio <= epsilon_high)) | (down & (log_ratio >= -epsilon_low))
 
 
+@requires(delta=AT_LEAST_0)
 def probability_difference_mask(
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"],
@@ -206,12 +206,12 @@ def probability_difference_mask(
         >>> print(probability_difference_mask(now, before, jnp.array([1.0])))
         [[ True False]]
     """
-    require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
     moved = jnp.exp(logprobs) - jnp.exp(behavior_logprobs)
     return (up & (moved <= delta)) | (down & (moved >= -delta))
 
 
+@requires(delta=AT_LEAST_0)
 def probability_distance_mask(
     logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, delta: Scalar = 0.3
 ) -> Bool[Array, "batch time"]:
@@ -230,7 +230,6 @@ def probability_distance_mask(
         >>> print(probability_distance_mask(now, before))
         [[ True False False]]
     """
-    require(delta >= 0, "delta", delta, "must be 0 or more")
     return jnp.abs(jnp.exp(logprobs) - jnp.exp(behavior_logprobs)) <= delta
 
 
@@ -251,6 +250,7 @@ def binary_kl(
     return before * (behavior_logprobs - logprobs) + (1 - before) * (others_before - others)
 
 
+@requires(delta=AT_LEAST_0)
 def binary_kl_mask(
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"],
@@ -276,12 +276,18 @@ def binary_kl_mask(
         >>> print(binary_kl_mask(now, before, jnp.array([1.0])))
         [[ True False]]
     """
-    require(delta >= 0, "delta", delta, "must be 0 or more")
     up, down = _sides(advantages)
     is_near = binary_kl(logprobs, behavior_logprobs) <= delta
     return (up & (is_near | (logprobs <= behavior_logprobs))) | (down & (is_near | (logprobs >= behavior_logprobs)))
 
 
+@requires(
+    highest_low=AtLeast("low"),
+    highest_high=AtLeast("high"),
+    step_low=ABOVE_0,
+    step_high=ABOVE_0,
+    positive_share=FROM_0_TO_1,
+)
 def balanced_mask(
     scored_log_ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -326,11 +332,6 @@ def balanced_mask(
         [[ True  True]
          [ True  True]]
     """
-    require(highest_low >= low, "highest_low", highest_low, f"must be at least low = {low}")
-    require(highest_high >= high, "highest_high", highest_high, f"must be at least high = {high}")
-    require(step_low > 0, "step_low", step_low, "must be above 0")
-    require(step_high > 0, "step_high", step_high, "must be above 0")
-    require((0 <= positive_share) & (positive_share <= 1), "positive_share", positive_share, "must be from 0 to 1")
     ratio = bounded_exp(scored_log_ratio)
     sign = per_token(advantages)
     size = jnp.where(completion_mask, ratio * jnp.abs(sign), 0.0)

@@ -5,9 +5,19 @@
 An agent's observations o_t can add λ mean_t(−log π(o_t)).
 
 Call `row_terms` once on the whole batch and `loss` on each micro-batch. `loss` returns (sum, count), which add up.
+
+The examples of this module start with these lines:
+
+    >>> from recjax import algorithms
+    >>> algorithm = algorithms.build("reinforce", {})
+    >>> mask = jnp.array([[True, True], [True, True]])
+    >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
+    >>> batch = BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0))
+    >>> rows = row_terms(algorithm, batch)
+    >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,11 +25,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.algorithms.algorithm import Algorithm
+from recjax.algorithms.axis import Axis
 from recjax.algorithms.groups import FirstRows, first_rows, one_per_trajectory, trajectory_sums
-from recjax.algorithms.options import require
 from recjax.algorithms.ratios import (
     LEAST_REST,
-    behavior_anchor,
     bounded_exp,
     effective_share,
     log_difference,
@@ -27,9 +36,9 @@ from recjax.algorithms.ratios import (
     sequence_sum,
     with_rest,
 )
-from recjax.algorithms.reading import RESCORED, call, is_of_whole_batch, names_read
+from recjax.algorithms.reading import RESCORED
 from recjax.algorithms.reduce import SumAndCount
-from recjax.algorithms.terms import terms_of
+from recjax.algorithms.values import Rows, Tokens
 from recjax.errors import UserError
 
 
@@ -108,39 +117,8 @@ class TokenTerms(NamedTuple):
     coefficients: Float[Array, "batch time"]
 
 
-class TokenValues(NamedTuple):
-    """Values of a micro-batch that the functions of the axes read by name, masked; `reading` describes each.
-
-    A value is None if it is unknown or not computed yet.
-    """
-
-    logprobs: Float[Array, "batch time"]
-    behavior_logprobs: Float[Array, "batch time"]
-    completion_mask: Bool[Array, "batch time"]
-    foreign: Bool[Array, " batch"] | None
-    trajectories: Int[Array, " batch"] | None
-    effective_share: Float[Array, " batch"] | None = None
-    proximal_logprobs: Float[Array, "batch time"] | None = None
-    teacher_logprobs: Float[Array, "batch time"] | None = None
-    reference_logprobs: Float[Array, "batch time"] | None = None
-    entropy: Float[Array, "batch time"] | None = None
-    divergence: Float[Array, "batch time"] | None = None
-    advantages: Float[Array, "batch #time"] | None = None
-    anchor_logprobs: Float[Array, "batch time"] | None = None
-    log_ratio: Float[Array, "batch time"] | None = None
-    ratio: Float[Array, "batch time"] | None = None
-    per_token: Float[Array, "batch time"] | None = None
-    observation_weights: Float[Array, "batch time"] | None = None
-    top_logprobs: Float[Array, "batch time count"] | None = None
-    behavior_top_logprobs: Float[Array, "batch time count"] | None = None
-    top_weights: Float[Array, "batch time count_and_rest"] | None = None
-
-
 class BatchValues(NamedTuple):
-    """Values of a whole batch: the inputs of `row_terms`, and the values that axis functions read by name.
-
-    `reading` describes the values that functions read. A value is None if it is unknown or not computed yet; you can
-    omit inputs that the algorithm does not read.
+    """Values of a whole batch: the inputs of `row_terms`. You can omit inputs that the algorithm does not read.
 
     rewards: reward of each row, in any unit; ignored where not kept.
     group_ids: id of each row's group; any integers in any order, groups of any size.
@@ -180,13 +158,193 @@ class BatchValues(NamedTuple):
     proximal_logprobs: Float[Array, "batch time"] | None = None
     teacher_logprobs: Float[Array, "batch time"] | None = None
     taught: Bool[Array, " batch"] | None = None
-    # `row_terms` computes the following values, in this order.
-    lengths: Int[Array, " batch"] | None = None
-    scored_logprobs: Float[Array, "batch time"] | None = None
-    scored_entropy: Float[Array, "batch time"] | None = None
-    scored_log_ratio: Float[Array, "batch time"] | None = None
-    effective_share: Float[Array, " batch"] | None = None
-    advantages: Float[Array, "batch *rest"] | None = None
+
+
+def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
+    """Computes selection, advantages, row weights and masks of a whole batch, before the split into micro-batches.
+
+    Raises:
+        ValueError: an input that the algorithm reads is None; or, with trajectories, an advantage function that does
+            not read `trajectories` returns an advantage for each token.
+
+    Examples:
+        >>> rows = row_terms(algorithm, batch)
+        >>> print(rows.advantages, rows.weights, rows.kept)
+        [ 0.5 -0.5] [1. 1.] [ True  True]
+    """
+    # Selection, advantages and weights are computed at the first row of each completion and copied to its other rows,
+    # so that a completion counts once in its group, however many rows it has.
+    first = None
+    counted = batch.kept
+    if batch.trajectories is not None:
+        first = first_rows(batch.trajectories, batch.kept)
+        counted = first.is_first
+    tokens = Tokens(batch.completion_mask, token_turns=batch.token_turns)
+    rows = Rows(
+        foreign=batch.foreign,
+        trajectories=batch.trajectories,
+        kept=counted,
+        rewards=batch.rewards,
+        group_ids=batch.group_ids,
+        lengths=_lengths(batch),
+        reward_parts=batch.reward_parts,
+        part_weights=batch.part_weights,
+        turn_rewards=batch.turn_rewards,
+        key=batch.key,
+    )
+
+    # Selection.
+    if algorithm.selection is not None:
+        counted = algorithm.selection(tokens, rows)
+    kept = counted
+    if first is not None:
+        kept = batch.kept & first.shared(counted)
+    rows = rows._replace(kept=counted)
+    if batch.completion_mask is not None:
+        tokens = tokens._replace(completion_mask=batch.completion_mask & kept[:, None])
+    if batch.scored is not None:
+        tokens, share = _scored_tokens(algorithm, tokens, batch, kept)
+        rows = rows._replace(effective_share=share)
+
+    # Advantages and weights.
+    advantages = algorithm.advantage(tokens, rows)
+    tokens = tokens._replace(advantages=advantages)
+    if first is not None and advantages.ndim == 2:
+        if "trajectories" not in algorithm.advantage.reads:
+            # Such a function would give values only to the first row of each trajectory.
+            raise UserError(
+                "advantages",
+                "with trajectories, a function that does not read `trajectories` must return [batch]",
+                "choose another",
+                advantages.shape,
+            )
+        counted = kept
+        rows = rows._replace(kept=counted)
+    weights = counted.astype(advantages.dtype)
+    if algorithm.row_weight is not None:
+        weights = _called_on_minibatch(algorithm.row_weight, tokens, rows, batch.minibatch)
+    if first is not None:
+        advantages = _copied_to_all_rows(advantages, first, kept)
+        weights = _copied_to_all_rows(weights, first, kept)
+        tokens = tokens._replace(advantages=advantages)
+        rows = rows._replace(kept=kept)
+
+    # Masks of the functions that read the whole batch.
+    mask = None
+    masks = []
+    for axis in (algorithm.clip, algorithm.mask):
+        if axis is not None and axis.reads_whole_batch:
+            masks.append(_called_on_minibatch(axis, tokens, rows, batch.minibatch))
+    if masks:
+        mask = jnp.all(jnp.stack(masks), axis=0)
+
+    # Advantages compare whole groups, but an update of a minibatch trains only its own rows.
+    trained = kept
+    if batch.minibatch is not None:
+        trained = kept & batch.minibatch
+    terms = RowTerms(
+        advantages=advantages,
+        weights=weights,
+        kept=trained,
+        rewards=jnp.where(trained, batch.rewards, 0.0),
+        group_ids=batch.group_ids,
+        foreign=batch.foreign,
+        mask=mask,
+        proximal_logprobs=_proximal_logprobs(batch, kept),
+        teacher_logprobs=_teacher_logprobs(batch),
+        taught=batch.taught,
+        effective_share=rows.effective_share,
+        trajectories=batch.trajectories,
+        observation_weights=_observation_weights(algorithm, batch, trained),
+    )
+    # All these values weigh log π and are data; a gradient through a ratio or score in them would be another loss.
+    return jax.lax.stop_gradient(terms)
+
+
+def _lengths(batch: BatchValues) -> Int[Array, " batch"] | None:
+    """Number of tokens of each row's completion; None without a mask."""
+    if batch.completion_mask is None:
+        return None
+    lengths = jnp.sum(batch.completion_mask, axis=-1)
+    if batch.trajectories is None:
+        return lengths
+    return trajectory_sums(lengths.astype(float), batch.trajectories).astype(int)
+
+
+def _scored_tokens(
+    algorithm: Algorithm, tokens: Tokens, batch: BatchValues, kept: Bool[Array, " batch"]
+) -> tuple[Tokens, Float[Array, " batch"] | None]:
+    """Adds masked results of the scoring pass to the tokens; the mask drops impossible tokens.
+
+    Returns:
+        The tokens, and the effective sample size as a share, for each row; None without behavior log-probs.
+    """
+    scored = batch.scored
+    assert scored is not None and batch.completion_mask is not None
+    mask = batch.completion_mask & kept[:, None] & ~jnp.isneginf(scored.logprobs)
+    if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
+        mask &= ~jnp.isneginf(scored.behavior_logprobs)
+    tokens = tokens._replace(
+        completion_mask=mask,
+        scored_logprobs=jnp.where(mask, scored.logprobs, 0.0),
+        scored_entropy=jnp.where(mask, scored.entropy, 0.0),
+    )
+    if scored.behavior_logprobs is None:
+        return tokens, None
+    log_ratio = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
+    update_mask = mask
+    if batch.minibatch is not None:
+        update_mask = mask & batch.minibatch[:, None]
+    # Rounding may put the share just above 1, which would turn the sign of 1 − share.
+    share = jnp.minimum(effective_share(log_ratio, update_mask), 1.0)
+    return tokens._replace(scored_log_ratio=log_ratio), jnp.broadcast_to(share, batch.rewards.shape)
+
+
+def _called_on_minibatch(axis: Axis, tokens: Tokens, rows: Rows, minibatch: Bool[Array, " batch"] | None) -> Array:
+    """Calls a function on the minibatch if it reads scores, which other rows do not have; else on the whole batch."""
+    if minibatch is not None and not RESCORED.isdisjoint(axis.reads):
+        assert tokens.completion_mask is not None and rows.kept is not None
+        tokens = tokens._replace(completion_mask=tokens.completion_mask & minibatch[:, None])
+        rows = rows._replace(kept=rows.kept & minibatch)
+    return axis(tokens, rows)
+
+
+def _copied_to_all_rows(values: Array, first: FirstRows, kept: Bool[Array, " batch"]) -> Array:
+    """Copies values of first rows to all kept rows of their trajectories; token values already cover all rows."""
+    if values.ndim == 2:
+        return values
+    return jnp.where(kept, first.shared(values), 0.0)
+
+
+def _proximal_logprobs(batch: BatchValues, kept: Bool[Array, " batch"]) -> Float[Array, "batch time"] | None:
+    """The given log-probs before the batch's first update; in that update itself, those of its scoring pass."""
+    proximal = batch.proximal_logprobs
+    if proximal is None and batch.scored is not None:
+        proximal = batch.scored.logprobs
+    if proximal is None:
+        return None
+    assert batch.completion_mask is not None
+    return jnp.where(batch.completion_mask & kept[:, None], proximal, 0.0)
+
+
+def _teacher_logprobs(batch: BatchValues) -> Float[Array, "batch time"] | None:
+    """The teacher's log-probs; 0 in rows without a teacher: −inf would be a token that the teacher cannot choose."""
+    if batch.teacher_logprobs is None or batch.taught is None:
+        return batch.teacher_logprobs
+    return jnp.where(batch.taught[:, None], batch.teacher_logprobs, 0.0)
+
+
+def _observation_weights(
+    algorithm: Algorithm, batch: BatchValues, trained: Bool[Array, " batch"]
+) -> Float[Array, "batch time"] | None:
+    """Weights that make the sum over the observed tokens, divided by the loss's count, a mean over these tokens."""
+    if algorithm.observations is None or batch.observation_mask is None:
+        return None
+    assert batch.completion_mask is not None
+    mask = batch.completion_mask & trained[:, None]
+    _, count = algorithm.reduction(Tokens(mask, per_token=jnp.zeros(mask.shape)), Rows(trajectories=batch.trajectories))
+    observed = batch.observation_mask & trained[:, None]
+    return jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
 
 
 def impossible_tokens(
@@ -204,359 +362,16 @@ def impossible_tokens(
     Takes the arguments of `token_loss`.
 
     Examples:
-        >>> from recjax import algorithms
-        >>> algorithm = algorithms.build("reinforce", {})
-        >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
-        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
         >>> logprobs = jnp.array([[-1.0, -jnp.inf], [-4.0, -1.0]])
         >>> print(impossible_tokens(algorithm, logprobs, None, rows, mask)["policy"])
         [[False  True]
          [False False]]
     """
     read = {"policy": logprobs, "proximal": rows.proximal_logprobs, "teacher": rows.teacher_logprobs}
-    read["behavior"] = behavior_logprobs if algorithm.needs_behavior_logprobs else None
+    if algorithm.needs_behavior_logprobs:
+        read["behavior"] = behavior_logprobs
     mask = completion_mask & rows.kept[:, None]
     return {name: mask & jnp.isneginf(values) for name, values in read.items() if values is not None}
-
-
-def _tokens(
-    algorithm: Algorithm,
-    logprobs,
-    behavior_logprobs,
-    rows: RowTerms,
-    completion_mask,
-    scores: TermScores = NO_SCORES,
-) -> TokenValues:
-    """The tokens that count: in kept rows, not impossible.
-
-    Of the values, `logprobs`, `entropy`, `divergence` and `top_logprobs` are differentiated, and the last three are not
-    masked.
-    """
-    if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
-        raise UserError(
-            "behavior_logprobs",
-            "this algorithm reads them",
-            "record them with the completions, or choose an algorithm without clip, importance weights and squared"
-            " log-ratio, with the objective policy_gradient",
-            None,
-        )
-    mask = completion_mask & rows.kept[:, None]
-    for impossible in impossible_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask).values():
-        mask &= ~impossible
-
-    def constant(x):
-        return None if x is None else jax.lax.stop_gradient(jnp.where(mask, x, 0.0))
-
-    teacher_logprobs = rows.teacher_logprobs
-    divergence = scores.divergence
-    if rows.taught is not None:
-        taught = rows.taught[:, None]
-        teacher_logprobs = None if teacher_logprobs is None else jnp.where(taught, teacher_logprobs, logprobs)
-        divergence = None if divergence is None else jnp.where(taught, divergence, 0.0)
-    return TokenValues(
-        # Masked before any exponential: behind it, the gradient of a masked −inf would be NaN.
-        jnp.where(mask, logprobs, 0.0),
-        # An algorithm that does not need μ never reads this stand-in.
-        jax.lax.stop_gradient(jnp.where(mask, logprobs if behavior_logprobs is None else behavior_logprobs, 0.0)),
-        mask,
-        rows.foreign,
-        rows.trajectories,
-        rows.effective_share,
-        constant(rows.proximal_logprobs),
-        constant(teacher_logprobs),
-        constant(scores.reference_logprobs),
-        scores.entropy,
-        divergence,
-        top_logprobs=scores.top_logprobs,
-        behavior_top_logprobs=scores.behavior_top_logprobs,
-    )
-
-
-def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
-    """Computes selection, advantages, row weights and masks of a whole batch, before the split into micro-batches.
-
-    Raises:
-        ValueError: an input that the algorithm reads is None; or, with trajectories, an advantage function that does
-            not read `trajectories` returns an advantage for each token.
-
-    Examples:
-        >>> from recjax import algorithms
-        >>> algorithm = algorithms.build("reinforce", {})
-        >>> rewards, group_ids, is_row = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([True, True])
-        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, is_row, jax.random.key(0)))
-        >>> print(rows.advantages, rows.weights, rows.kept)
-        [ 0.5 -0.5] [1. 1.] [ True  True]
-    """
-    sampled_mask = batch.completion_mask
-    # Selection, advantages and weights are computed at the first row of each completion and copied to its other rows,
-    # so that a completion counts once in its group, however many rows it has.
-    first = None if batch.trajectories is None else first_rows(batch.trajectories, batch.kept)
-    batch, kept = _selected(algorithm, batch, first)
-    batch = _with_scores(algorithm, batch, kept, sampled_mask)
-    advantages = call(algorithm.advantage, batch)
-    batch = batch._replace(advantages=advantages)
-    if first and advantages.ndim == 2:
-        # A function that does not know trajectories would give values only to the first row of each.
-        remedy = "with trajectories, a function that does not read `trajectories` must return [batch]; choose another"
-        require("trajectories" in names_read(algorithm.advantage), "advantages", advantages.shape, remedy)
-        batch = batch._replace(kept=kept)
-    if algorithm.row_weight:
-        weights = _call_on_minibatch(algorithm.row_weight, batch)
-    else:
-        weights = batch.kept.astype(advantages.dtype)
-    if first:
-        advantages = _of_all_rows(advantages, first, kept)
-        weights = _of_all_rows(weights, first, kept)
-        batch = batch._replace(advantages=advantages, kept=kept)
-    masks = [
-        _call_on_minibatch(function, batch)
-        for function in (algorithm.clip, algorithm.mask)
-        if function is not None and is_of_whole_batch(function)
-    ]
-    proximal = batch.proximal_logprobs
-    if proximal is None and batch.scored is not None:
-        proximal = batch.scored.logprobs
-    if proximal is not None:
-        assert sampled_mask is not None
-        proximal = jnp.where(sampled_mask & kept[:, None], proximal, 0.0)
-    teacher_logprobs = batch.teacher_logprobs
-    if teacher_logprobs is not None and batch.taught is not None:
-        # Not −inf, which would be a token that the teacher cannot choose.
-        teacher_logprobs = jnp.where(batch.taught[:, None], teacher_logprobs, 0.0)
-    # Advantages compare whole groups, but an update of a minibatch trains only its own rows.
-    trained = kept if batch.minibatch is None else kept & batch.minibatch
-    observation_weights = None
-    if algorithm.observations is not None and batch.observation_mask is not None:
-        assert sampled_mask is not None
-        mask = sampled_mask & trained[:, None]
-        observed = batch.observation_mask & trained[:, None]
-        nothing = jnp.zeros(mask.shape)
-        values = TokenValues(nothing, nothing, mask, None, batch.trajectories, per_token=nothing)
-        _, count = call(algorithm.reduction, values)
-        # The sum of weighted values, divided by the loss's count, is their mean, however the batch is cut.
-        observation_weights = jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
-    rows = RowTerms(
-        advantages,
-        weights,
-        trained,
-        jnp.where(trained, batch.rewards, 0.0),
-        batch.group_ids,
-        batch.foreign,
-        mask=jnp.all(jnp.stack(masks), axis=0) if masks else None,
-        proximal_logprobs=proximal,
-        teacher_logprobs=teacher_logprobs,
-        taught=batch.taught,
-        effective_share=batch.effective_share,
-        trajectories=batch.trajectories,
-        observation_weights=observation_weights,
-    )
-    # All these values weigh log π and are data; a gradient through a ratio or score in them would be another loss.
-    return jax.lax.stop_gradient(rows)
-
-
-def _selected(
-    algorithm: Algorithm, batch: BatchValues, first: FirstRows | None
-) -> tuple[BatchValues, Bool[Array, " batch"]]:
-    """The values with lengths and the algorithm's selection, and the mask of all rows of selected completions.
-
-    `kept` of the values marks one row of each selected completion; their completion mask covers every row of the
-    completion.
-    """
-    is_row = batch.kept
-    if batch.completion_mask is not None:
-        lengths = jnp.sum(batch.completion_mask, axis=-1)
-        if first:
-            lengths = trajectory_sums(lengths.astype(float), batch.trajectories).astype(int)
-        batch = batch._replace(lengths=lengths)
-    if first:
-        batch = batch._replace(kept=first.is_first)
-    if algorithm.selection is not None:
-        batch = batch._replace(kept=call(algorithm.selection, batch))
-    kept = is_row & first.shared(batch.kept) if first else batch.kept
-    if batch.completion_mask is not None:
-        batch = batch._replace(completion_mask=batch.completion_mask & kept[:, None])
-    return batch, kept
-
-
-def _with_scores(
-    algorithm: Algorithm,
-    batch: BatchValues,
-    kept: Bool[Array, " batch"],
-    sampled_mask: Bool[Array, "batch time"] | None,
-) -> BatchValues:
-    """The values with masked results of the scoring pass, if there was one; impossible tokens leave the mask."""
-    scored = batch.scored
-    if scored is None:
-        return batch
-    assert sampled_mask is not None
-    mask = sampled_mask & kept[:, None] & ~jnp.isneginf(scored.logprobs)
-    if scored.behavior_logprobs is not None and algorithm.needs_behavior_logprobs:
-        mask &= ~jnp.isneginf(scored.behavior_logprobs)
-    batch = batch._replace(
-        completion_mask=mask,
-        scored_logprobs=jnp.where(mask, scored.logprobs, 0.0),
-        scored_entropy=jnp.where(mask, scored.entropy, 0.0),
-    )
-    if scored.behavior_logprobs is None:
-        return batch
-    log_ratio = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
-    update_mask = mask if batch.minibatch is None else mask & batch.minibatch[:, None]
-    # Rounding may put the share just above 1, which would turn the sign of 1 − share.
-    share = jnp.minimum(effective_share(log_ratio, update_mask), 1.0)
-    return batch._replace(scored_log_ratio=log_ratio, effective_share=jnp.broadcast_to(share, batch.rewards.shape))
-
-
-def _call_on_minibatch(function: Callable, batch: BatchValues) -> Array:
-    """Calls a function on the minibatch if it reads scores, which other rows do not have; else on the whole batch."""
-    if batch.minibatch is None or RESCORED.isdisjoint(names_read(function)):
-        return call(function, batch)
-    assert batch.completion_mask is not None
-    mask = batch.completion_mask & batch.minibatch[:, None]
-    return call(function, batch._replace(kept=batch.kept & batch.minibatch, completion_mask=mask))
-
-
-def _of_all_rows(values: Array, first: FirstRows, kept: Bool[Array, " batch"]) -> Array:
-    """Copies values of first rows to all kept rows of their trajectories; token values already cover all rows."""
-    return values if values.ndim == 2 else jnp.where(kept, first.shared(values), 0.0)
-
-
-def token_terms(
-    algorithm: Algorithm,
-    logprobs: Float[Array, "batch time"],
-    behavior_logprobs: Float[Array, "batch time"] | None,
-    rows: RowTerms,
-    completion_mask: Bool[Array, "batch time"],
-) -> TokenTerms:
-    """Computes ratio, advantages, clip and coefficients of each token, as constants.
-
-    Takes the arguments of `token_loss`.
-
-    Raises:
-        ValueError: an input that the algorithm needs is None.
-
-    Examples:
-        >>> from recjax import algorithms
-        >>> algorithm = algorithms.build("reinforce", {})
-        >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
-        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
-        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
-        >>> print(token_terms(algorithm, logprobs, None, rows, mask).coefficients)
-        [[ 0.5  0.5]
-         [-0.5 -0.5]]
-    """
-    return _weighted_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)[0]
-
-
-def token_weights(
-    algorithm: Algorithm,
-    logprobs: Float[Array, "batch time"],
-    behavior_logprobs: Float[Array, "batch time"] | None,
-    rows: RowTerms,
-    completion_mask: Bool[Array, "batch time"],
-) -> Float[Array, "batch time"]:
-    """Computes the weight w · w_t · c_t of each token: that of its row, of the axis `weight`, and of `correction`.
-
-    Takes the arguments of `token_loss`.
-
-    Returns:
-        Weights; NaN where the clip or a mask drops the token, so that its weight has no effect.
-
-    Examples:
-        >>> from recjax import algorithms
-        >>> algorithm = algorithms.build("cispo", {})
-        >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
-        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
-        >>> log_ratios = jnp.log(jnp.array([[0.5, 1.0], [2.0, 9.0]]))
-        >>> weights = token_weights(algorithm, log_ratios, jnp.zeros((2, 2)), rows, mask)
-        >>> print(weights.round(3))  # capped at 5
-        [[0.5 1. ]
-         [2.  5. ]]
-    """
-    terms, weights = _weighted_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    tokens = completion_mask & rows.kept[:, None] & terms.clip
-    return jnp.where(tokens, weights, jnp.nan)
-
-
-def _weighted_terms(
-    algorithm: Algorithm, logprobs, behavior_logprobs, rows: RowTerms, completion_mask
-) -> tuple[TokenTerms, Float[Array, "batch #time"]]:
-    """The terms of each token, and the weights in their coefficients; see `token_terms` and `token_weights`."""
-    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    tokens = jax.lax.stop_gradient(tokens._replace(advantages=per_token(rows.advantages)))
-    mask = tokens.completion_mask
-    behavior_logprobs = tokens.behavior_logprobs
-    if algorithm.distillation is not None:
-        tokens = tokens._replace(advantages=tokens.advantages + call(algorithm.distillation, tokens))
-    anchor = call(algorithm.anchor, tokens) if algorithm.reads_ratio else behavior_logprobs
-    tokens = tokens._replace(anchor_logprobs=anchor, log_ratio=log_difference(tokens.logprobs, anchor, mask))
-    # Bounded only here: bounds on single tokens would change the ratio of a completion, which sums their logarithms.
-    tokens = tokens._replace(ratio=bounded_exp(call(algorithm.ratio, tokens)))
-    weights = per_token(rows.weights)
-    if algorithm.token_weight is not None:
-        weights *= call(algorithm.token_weight, tokens)
-    assert tokens.ratio is not None and tokens.advantages is not None
-    coefficients = weights * tokens.advantages
-    mismatch = log_difference(anchor, behavior_logprobs, mask)
-    of_anchor = tokens._replace(log_ratio=mismatch, ratio=bounded_exp(mismatch))
-    if algorithm.correction is not None:
-        correction = call(algorithm.correction, of_anchor)
-        coefficients *= correction
-        weights *= correction
-    # A mask measures how far a batch is off-policy, so with another anchor than μ it reads anchor/μ.
-    of_anchor = of_anchor._replace(ratio=bounded_exp(call(algorithm.ratio, of_anchor)))
-    masked_by = tokens if algorithm.anchor is behavior_anchor else of_anchor
-    clip = mask if rows.mask is None else rows.mask
-    for function, read in ((algorithm.clip, tokens), (algorithm.mask, masked_by)):
-        if function is not None and not is_of_whole_batch(function):
-            clip = clip & call(function, read)
-    terms = TokenTerms(tokens.ratio, tokens.advantages, clip, jnp.where(mask & clip, coefficients, 0.0))
-    return jax.lax.stop_gradient((terms, weights))
-
-
-def _top_weights(
-    algorithm: Algorithm, tokens: TokenValues, rows: RowTerms
-) -> Float[Array, "batch time count_and_rest"] | None:
-    """The weight of ∇log π that each of the most likely tokens would have, had it been sampled; constants.
-
-    The last weight is that of all other tokens, which count as rare tokens with one ratio.
-
-    Args:
-        tokens: values with advantages and scores.
-    """
-    if tokens.top_logprobs is None or tokens.behavior_top_logprobs is None:
-        return None
-    assert tokens.advantages is not None
-    factors = jnp.where(tokens.completion_mask, per_token(rows.weights) * tokens.advantages, 0.0)
-    # The axis `mask` decides by the completion or its place, so it drops the mean together with the token.
-    if rows.mask is not None:
-        factors = jnp.where(rows.mask, factors, 0.0)
-    elif algorithm.mask is not None:
-        log_ratio = log_difference(tokens.logprobs, tokens.behavior_logprobs, tokens.completion_mask)
-        factors = jnp.where(call(algorithm.mask, tokens._replace(log_ratio=log_ratio)), factors, 0.0)
-
-    def weights_of(logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"]) -> Array:
-        log_ratio = log_difference(logprobs, behavior_logprobs, tokens.completion_mask)
-        values = tokens._replace(
-            logprobs=logprobs,
-            behavior_logprobs=behavior_logprobs,
-            anchor_logprobs=behavior_logprobs,
-            log_ratio=log_ratio,
-            ratio=bounded_exp(log_ratio),
-        )
-        weights = factors
-        if algorithm.token_weight is not None:
-            weights = weights * call(algorithm.token_weight, values)
-        return weights if algorithm.clip is None else jnp.where(call(algorithm.clip, values), weights, 0.0)
-
-    policy = with_rest(tokens.top_logprobs)
-    behavior = with_rest(tokens.behavior_top_logprobs)
-    # The other tokens share their ratio, but each is rare: a bound on probabilities must not read their sum.
-    rarer = jnp.log(LEAST_REST) - behavior[..., -1:]
-    policy, behavior = (jnp.concatenate([x[..., :-1], x[..., -1:] + rarer], axis=-1) for x in (policy, behavior))
-    return jax.lax.stop_gradient(jax.vmap(weights_of, -1, -1)(policy, behavior))
 
 
 def token_loss(
@@ -584,28 +399,58 @@ def token_loss(
     Reference: arXiv 2509.24203 §2.
 
     Examples:
-        >>> from recjax import algorithms
-        >>> algorithm = algorithms.build("reinforce", {})
-        >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
-        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
-        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
         >>> print(token_loss(algorithm, logprobs, None, rows, mask))
         [[ 0.5  1. ]
          [-2.  -0.5]]
     """
-    gradient_terms = token_terms(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    # The coefficients are constants; these tokens have the gradient of log π.
-    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores)
+    tokens = _masked_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores=scores)
+    row_values = _row_values(rows)
+    gradient_terms, _ = _gradient_terms(algorithm, tokens, rows)
     tokens = tokens._replace(advantages=gradient_terms.advantages, ratio=gradient_terms.ratio)
+    mask = tokens.completion_mask
+    assert mask is not None and tokens.logprobs is not None
+
+    # The coefficients are constants, so the gradient is theirs times that of log π.
+    losses = -gradient_terms.coefficients * tokens.logprobs
+    if algorithm.regularizer is not None:
+        losses += algorithm.regularizer(tokens, row_values)
+    if algorithm.term is not None:
+        losses += algorithm.term(tokens, row_values)
+    if algorithm.reference_kl is not None:
+        losses += algorithm.reference_kl.apply(
+            logprobs=tokens.logprobs, reference_logprobs=tokens.reference_logprobs, completion_mask=mask
+        )
+    if algorithm.unbiased_reference_kl is not None:
+        losses += algorithm.unbiased_reference_kl.apply(
+            logprobs=tokens.logprobs,
+            behavior_logprobs=tokens.behavior_logprobs,
+            reference_logprobs=tokens.reference_logprobs,
+            completion_mask=mask,
+        )
+    if algorithm.entropy is not None:
+        losses -= algorithm.entropy.apply(entropy=tokens.entropy, completion_mask=mask)
+    if algorithm.teacher_divergence is not None:
+        losses += _weighted_divergence(algorithm.teacher_divergence, tokens)
     if algorithm.score_centering is not None:
-        tokens = tokens._replace(top_weights=_top_weights(algorithm, tokens, rows))
-    per_token = -gradient_terms.coefficients * tokens.logprobs
-    for term in terms_of(algorithm):
-        if term.per_token is not None:
-            values = call(term.per_token, tokens)
-            per_token = per_token + values if term.sign > 0 else per_token - values
-    return jnp.where(tokens.completion_mask, per_token, 0.0)
+        losses += algorithm.score_centering.apply(
+            top_logprobs=tokens.top_logprobs,
+            behavior_top_logprobs=tokens.behavior_top_logprobs,
+            top_weights=_top_weights(algorithm, tokens, rows),
+            completion_mask=mask,
+        )
+    return jnp.where(mask, losses, 0.0)
+
+
+def _weighted_divergence(teacher_divergence: Axis, tokens: Tokens) -> Float[Array, "batch time"]:
+    """The divergence from the teacher, which the forward pass computed, with the weight that its options choose."""
+    if tokens.divergence is None:
+        raise UserError("divergence", "teacher_divergence reads it", "pass it, or set its coefficient to 0", None)
+    if teacher_divergence.option("weight") != "truncated":
+        return tokens.divergence
+    assert tokens.logprobs is not None and tokens.behavior_logprobs is not None
+    ratio = bounded_exp(tokens.logprobs - tokens.behavior_logprobs)
+    weights = jnp.minimum(ratio, teacher_divergence.option("cap"))
+    return jax.lax.stop_gradient(weights) * tokens.divergence
 
 
 def loss(
@@ -628,29 +473,266 @@ def loss(
         ValueError: an input that the algorithm needs is None.
 
     Examples:
-        >>> from recjax import algorithms
-        >>> algorithm = algorithms.build("reinforce", {})
-        >>> mask = jnp.array([[True, True], [True, True]])
-        >>> rewards, group_ids = jnp.array([1.0, 0.0]), jnp.array([0, 0])
-        >>> rows = row_terms(algorithm, BatchValues(rewards, group_ids, mask.any(-1), jax.random.key(0)))
-        >>> logprobs = jnp.array([[-1.0, -2.0], [-4.0, -1.0]])
         >>> total, count = loss(algorithm, logprobs, None, rows, mask)
         >>> print(total, count, total / count)
         -1.0 4.0 -0.25
     """
-    tokens = _tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-    if algorithm.objective is None:
-        per_token = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores)
-        total, count = call(algorithm.reduction, tokens._replace(per_token=per_token))
-        # These terms have masks of their own, so they read the log-probs of all tokens.
-        values = tokens._replace(logprobs=logprobs, observation_weights=rows.observation_weights)
-        for term in terms_of(algorithm):
-            if term.total is not None:
-                total += call(term.total, values)
-        return total, count
+    if algorithm.objective is not None:
+        tokens = _masked_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+        return _compared_completions(algorithm.objective, tokens, rows)
+    per_token = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores=scores)
+    mask = _counted_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    total, count = algorithm.reduction(Tokens(mask, per_token=per_token), _row_values(rows))
+    if algorithm.observations is not None:
+        # Observed tokens are not in the completion mask, so this term reads the log-probs of all tokens.
+        observed = algorithm.observations.apply(logprobs=logprobs, observation_weights=rows.observation_weights)
+        total += jnp.sum(observed)
+    return total, count
+
+
+def _compared_completions(objective: Axis, tokens: Tokens, rows: RowTerms) -> SumAndCount:
+    """The loss of an objective that compares the completions of each group."""
     mask = tokens.completion_mask
-    policy = sequence_sum(tokens.logprobs, mask, rows.trajectories)[:, 0]
-    behavior = sequence_sum(tokens.behavior_logprobs, mask, rows.trajectories)[:, 0]
-    # A completion takes part in its group's pairs once, however many rows it has.
-    kept = one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories)
-    return algorithm.objective(policy, behavior, rows.rewards, rows.weights, rows.group_ids, kept)
+    assert mask is not None and tokens.logprobs is not None and tokens.behavior_logprobs is not None
+    return objective.apply(
+        sequence_logprobs=sequence_sum(tokens.logprobs, mask, rows.trajectories)[:, 0],
+        anchor_logprobs=sequence_sum(tokens.behavior_logprobs, mask, rows.trajectories)[:, 0],
+        rewards=rows.rewards,
+        weights=rows.weights,
+        group_ids=rows.group_ids,
+        # A completion takes part in its group's pairs once, however many rows it has.
+        kept=one_per_trajectory(rows.kept & jnp.any(mask, axis=-1), rows.trajectories),
+    )
+
+
+def token_terms(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+) -> TokenTerms:
+    """Computes ratio, advantages, clip and coefficients of each token, as constants.
+
+    Takes the arguments of `token_loss`.
+
+    Raises:
+        ValueError: an input that the algorithm needs is None.
+
+    Examples:
+        >>> print(token_terms(algorithm, logprobs, None, rows, mask).coefficients)
+        [[ 0.5  0.5]
+         [-0.5 -0.5]]
+    """
+    tokens = _masked_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    terms, _ = _gradient_terms(algorithm, tokens, rows)
+    return terms
+
+
+def token_weights(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+) -> Float[Array, "batch time"]:
+    """Computes the weight w · w_t · c_t of each token: that of its row, of the axis `weight`, and of `correction`.
+
+    Takes the arguments of `token_loss`.
+
+    Returns:
+        Weights; NaN where the clip or a mask drops the token, so that its weight has no effect.
+
+    Examples:
+        >>> capped = algorithms.build("cispo", {})
+        >>> log_ratios = jnp.log(jnp.array([[0.5, 1.0], [2.0, 9.0]]))
+        >>> weights = token_weights(capped, log_ratios, jnp.zeros((2, 2)), row_terms(capped, batch), mask)
+        >>> print(weights.round(3))  # capped at 5
+        [[0.5 1. ]
+         [2.  5. ]]
+    """
+    tokens = _masked_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    terms, weights = _gradient_terms(algorithm, tokens, rows)
+    return jnp.where(completion_mask & rows.kept[:, None] & terms.clip, weights, jnp.nan)
+
+
+def _counted_tokens(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+) -> Bool[Array, "batch time"]:
+    """The mask of the tokens that count: in kept rows, and possible under every policy that the algorithm reads."""
+    mask = completion_mask & rows.kept[:, None]
+    for impossible in impossible_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask).values():
+        mask &= ~impossible
+    return mask
+
+
+def _masked_tokens(
+    algorithm: Algorithm,
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"] | None,
+    rows: RowTerms,
+    completion_mask: Bool[Array, "batch time"],
+    scores: TermScores = NO_SCORES,
+) -> Tokens:
+    """The values of a micro-batch's tokens, masked to the tokens that count.
+
+    `logprobs`, `entropy`, `divergence` and `top_logprobs` are differentiated; the last three are not masked.
+    """
+    if algorithm.needs_behavior_logprobs and behavior_logprobs is None:
+        raise UserError(
+            "behavior_logprobs",
+            "this algorithm reads them",
+            "record them with the completions, or choose an algorithm without clip, importance weights and squared"
+            " log-ratio, with the objective policy_gradient",
+            None,
+        )
+    mask = _counted_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
+    if behavior_logprobs is None:
+        behavior_logprobs = logprobs  # an algorithm that does not need μ never reads this stand-in
+    teacher_logprobs = rows.teacher_logprobs
+    divergence = scores.divergence
+    if rows.taught is not None:
+        # In rows without a teacher, the teacher equals the policy.
+        taught = rows.taught[:, None]
+        if teacher_logprobs is not None:
+            teacher_logprobs = jnp.where(taught, teacher_logprobs, logprobs)
+        if divergence is not None:
+            divergence = jnp.where(taught, divergence, 0.0)
+
+    def constant(values: Array | None) -> Array | None:
+        if values is None:
+            return None
+        return jax.lax.stop_gradient(jnp.where(mask, values, 0.0))
+
+    return Tokens(
+        completion_mask=mask,
+        # Masked before any exponential: after it, the gradient of a masked −inf would be NaN.
+        logprobs=jnp.where(mask, logprobs, 0.0),
+        behavior_logprobs=constant(behavior_logprobs),
+        proximal_logprobs=constant(rows.proximal_logprobs),
+        reference_logprobs=constant(scores.reference_logprobs),
+        teacher_logprobs=constant(teacher_logprobs),
+        entropy=scores.entropy,
+        divergence=divergence,
+        top_logprobs=scores.top_logprobs,
+        behavior_top_logprobs=scores.behavior_top_logprobs,
+    )
+
+
+def _row_values(rows: RowTerms) -> Rows:
+    """The values of rows that functions of a micro-batch may read."""
+    return Rows(foreign=rows.foreign, trajectories=rows.trajectories, effective_share=rows.effective_share)
+
+
+def _gradient_terms(
+    algorithm: Algorithm, tokens: Tokens, rows: RowTerms
+) -> tuple[TokenTerms, Float[Array, "batch #time"]]:
+    """The factors of −∇log π at each token, and the weights in their coefficients; constants."""
+    row_values = _row_values(rows)
+    tokens = jax.lax.stop_gradient(tokens._replace(advantages=per_token(rows.advantages)))
+    mask = tokens.completion_mask
+    logprobs = tokens.logprobs
+    behavior_logprobs = tokens.behavior_logprobs
+    advantages = tokens.advantages
+    assert mask is not None and logprobs is not None and behavior_logprobs is not None and advantages is not None
+    if algorithm.distillation is not None:
+        advantages += algorithm.distillation.apply(
+            logprobs=logprobs, teacher_logprobs=tokens.teacher_logprobs, completion_mask=mask
+        )
+        tokens = tokens._replace(advantages=advantages)
+
+    # The ratio π/anchor.
+    anchor = behavior_logprobs
+    if algorithm.reads_ratio:
+        anchor = algorithm.anchor(tokens, row_values)
+    tokens = tokens._replace(anchor_logprobs=anchor, log_ratio=log_difference(logprobs, anchor, mask))
+    # Bounded only here: bounds on single tokens would change the ratio of a completion, which sums their logarithms.
+    ratio = bounded_exp(algorithm.ratio(tokens, row_values))
+    tokens = tokens._replace(ratio=ratio)
+
+    # The weights, and the correction from the anchor to μ.
+    weights = per_token(rows.weights)
+    if algorithm.token_weight is not None:
+        weights *= algorithm.token_weight(tokens, row_values)
+    coefficients = weights * advantages
+    mismatch = log_difference(anchor, behavior_logprobs, mask)
+    anchor_tokens = tokens._replace(log_ratio=mismatch, ratio=bounded_exp(mismatch))
+    if algorithm.correction is not None:
+        correction = algorithm.correction(anchor_tokens, row_values)
+        coefficients *= correction
+        weights *= correction
+
+    # The clip and the mask.
+    clip = mask
+    if rows.mask is not None:
+        clip = rows.mask
+    if algorithm.clip is not None and not algorithm.clip.reads_whole_batch:
+        clip = clip & algorithm.clip(tokens, row_values)
+    if algorithm.mask is not None and not algorithm.mask.reads_whole_batch:
+        compared = tokens
+        if not algorithm.is_anchored_at_behavior:
+            # A mask measures how far a batch is off-policy, so with another anchor than μ it reads anchor/μ.
+            compared = anchor_tokens._replace(ratio=bounded_exp(algorithm.ratio(anchor_tokens, row_values)))
+        clip = clip & algorithm.mask(compared, row_values)
+    terms = TokenTerms(
+        ratio=ratio,
+        advantages=advantages,
+        clip=clip,
+        coefficients=jnp.where(mask & clip, coefficients, 0.0),
+    )
+    return jax.lax.stop_gradient((terms, weights))
+
+
+def _top_weights(
+    algorithm: Algorithm, tokens: Tokens, rows: RowTerms
+) -> Float[Array, "batch time count_and_rest"] | None:
+    """The weight of ∇log π that each of the most likely tokens would have, had it been sampled; constants.
+
+    The last weight is that of all other tokens, which count as rare tokens with one ratio.
+
+    Args:
+        tokens: values with advantages and scores.
+    """
+    if tokens.top_logprobs is None or tokens.behavior_top_logprobs is None:
+        return None
+    mask = tokens.completion_mask
+    assert tokens.advantages is not None and mask is not None
+    assert tokens.logprobs is not None and tokens.behavior_logprobs is not None
+    row_values = _row_values(rows)
+    factors = jnp.where(mask, per_token(rows.weights) * tokens.advantages, 0.0)
+    # The axis `mask` decides by the completion or its place, so it drops the mean together with the token.
+    if rows.mask is not None:
+        factors = jnp.where(rows.mask, factors, 0.0)
+    elif algorithm.mask is not None:
+        log_ratio = log_difference(tokens.logprobs, tokens.behavior_logprobs, mask)
+        factors = jnp.where(algorithm.mask(tokens._replace(log_ratio=log_ratio), row_values), factors, 0.0)
+
+    def weights_as_sampled(
+        logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"]
+    ) -> Array:
+        log_ratio = log_difference(logprobs, behavior_logprobs, mask)
+        sampled = tokens._replace(
+            logprobs=logprobs,
+            behavior_logprobs=behavior_logprobs,
+            anchor_logprobs=behavior_logprobs,
+            log_ratio=log_ratio,
+            ratio=bounded_exp(log_ratio),
+        )
+        weights = factors
+        if algorithm.token_weight is not None:
+            weights = weights * algorithm.token_weight(sampled, row_values)
+        if algorithm.clip is not None:
+            weights = jnp.where(algorithm.clip(sampled, row_values), weights, 0.0)
+        return weights
+
+    policy = with_rest(tokens.top_logprobs)
+    behavior = with_rest(tokens.behavior_top_logprobs)
+    # The other tokens share their ratio, but each is rare: a bound on probabilities must not read their sum.
+    rarer = jnp.log(LEAST_REST) - behavior[..., -1:]
+    policy = jnp.concatenate([policy[..., :-1], policy[..., -1:] + rarer], axis=-1)
+    behavior = jnp.concatenate([behavior[..., :-1], behavior[..., -1:] + rarer], axis=-1)
+    return jax.lax.stop_gradient(jax.vmap(weights_as_sampled, -1, -1)(policy, behavior))

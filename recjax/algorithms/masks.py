@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.clipping import binary_kl
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, Bounds, Scalar, requires
 from recjax.algorithms.ratios import per_token, sequence_max, sequence_mean, sequence_sum
 from recjax.algorithms.regularizers import kl_estimate
 
@@ -42,6 +42,7 @@ def off_policy_negatives_mask(
     return jnp.broadcast_to(~(moved_away & (per_token(advantages) < 0)), log_ratio.shape)
 
 
+@requires(delta=AT_LEAST_0)
 def sequence_binary_kl_mask(
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"],
@@ -68,11 +69,11 @@ def sequence_binary_kl_mask(
         [[ True]
          [False]]
     """
-    require(delta >= 0, "delta", delta, "must be 0 or more")
     kl = sequence_mean(binary_kl(logprobs, behavior_logprobs), completion_mask, trajectories)
     return jnp.broadcast_to(kl <= delta, logprobs.shape)
 
 
+@requires(delta=AT_LEAST_0)
 def sequence_max_kl_mask(
     log_ratio: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
@@ -101,11 +102,11 @@ def sequence_max_kl_mask(
         [[False False]
          [ True  True]]
     """
-    require(delta >= 0, "delta", delta, "must be 0 or more")
     largest = sequence_max(kl_estimate(log_ratio, estimator), completion_mask, trajectories)
     return jnp.broadcast_to(largest <= delta, log_ratio.shape)
 
 
+@requires(low=FROM_0_TO_1, high=AT_LEAST_1)
 def sequence_band_mask(
     log_ratio: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
@@ -137,17 +138,14 @@ def sequence_band_mask(
         [[False False]
          [ True  True]]
     """
-    require((0 <= low) & (low <= 1), "low", low, "must be from 0 to 1")
-    require(high >= 1, "high", high, "must be 1 or more")
-    sequence_log_ratio = {"mean": sequence_mean, "product": sequence_sum}[level](
-        log_ratio, completion_mask, trajectories
-    )
-    log_low = jnp.log(jnp.float32(low))
-    return jnp.broadcast_to(
-        (sequence_log_ratio >= log_low) & (sequence_log_ratio <= jnp.log(jnp.float32(high))), log_ratio.shape
-    )
+    combined = {"mean": sequence_mean, "product": sequence_sum}[level]
+    sequence_log_ratio = combined(log_ratio, completion_mask, trajectories)
+    is_above = sequence_log_ratio >= jnp.log(jnp.float32(low))
+    is_below = sequence_log_ratio <= jnp.log(jnp.float32(high))
+    return jnp.broadcast_to(is_above & is_below, log_ratio.shape)
 
 
+@requires(tau=AT_LEAST_0)
 def second_moment_mask(
     scored_log_ratio: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, tau: Scalar = 0.04
 ) -> Bool[Array, "batch time"]:
@@ -167,7 +165,6 @@ def second_moment_mask(
         >>> print(second_moment_mask(jnp.array([[0.1, -0.2, 1.0]]), jnp.array([[True, True, True]])))
         [[ True  True False]]
     """
-    require(tau >= 0, "tau", tau, "must be 0 or more")
     squares = jnp.where(completion_mask, jnp.square(scored_log_ratio), jnp.inf).reshape(-1)
     rising = jnp.sort(squares)
     sums = jnp.cumsum(jnp.where(jnp.isfinite(rising), rising, 0.0))
@@ -176,6 +173,7 @@ def second_moment_mask(
     return (means <= tau).reshape(completion_mask.shape) & completion_mask
 
 
+@requires(tau=AT_LEAST_0)
 def one_side_second_moment_mask(
     scored_log_ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -202,7 +200,6 @@ def one_side_second_moment_mask(
         >>> print(one_side_second_moment_mask(log_ratio, jnp.array([1.0]), mask))
         [[ True  True  True False]]
     """
-    require(tau >= 0, "tau", tau, "must be 0 or more")
     pushed = completion_mask & (per_token(advantages) * scored_log_ratio > 0)
     squares = jnp.where(pushed, jnp.square(scored_log_ratio), jnp.inf).reshape(-1)
     rising = jnp.sort(squares)
@@ -214,6 +211,7 @@ def one_side_second_moment_mask(
     return (within.reshape(pushed.shape) | ~pushed) & completion_mask
 
 
+@requires(share=ABOVE_0_TO_1)
 def high_entropy_mask(
     scored_entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, share: Scalar = 0.2
 ) -> Bool[Array, "batch time"]:
@@ -231,10 +229,10 @@ def high_entropy_mask(
         >>> print(high_entropy_mask(jnp.array([[0.1, 2.0, 0.5]]), jnp.array([[True, True, True]]), share=0.3))
         [[False  True False]]
     """
-    require((0 < share) & (share <= 1), "share", share, "must be above 0 and at most 1")
     return _among_highest(scored_entropy, completion_mask, share)
 
 
+@requires(share=Bounds(lambda share: (0 <= share) & (share < 1), "must be from 0 to below 1"))
 def covariance_mask(
     scored_logprobs: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -261,7 +259,6 @@ def covariance_mask(
         [[False  True]
          [ True  True]]
     """
-    require((0 <= share) & (share < 1), "share", share, "must be from 0 to below 1")
     count = jnp.maximum(jnp.sum(completion_mask), 1)
     token_advantages = jnp.where(completion_mask, per_token(advantages), 0.0)
     logprobs = jnp.where(completion_mask, scored_logprobs, 0.0)

@@ -1,6 +1,7 @@
 """Checks of hyperparameters: their names, types and ranges; users' own functions by name."""
 
 import difflib
+import functools
 import importlib
 import inspect
 import sys
@@ -10,11 +11,13 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from recjax.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 # A numeric option of an axis function: a Python float, or an argument of a compiled program.
 if typing.TYPE_CHECKING:
     import jax
@@ -46,6 +49,90 @@ def require(condition: Any, name: str, value: Any, remedy: str) -> None:
         raise UserError(name, problem, remedy, value)
 
 
+class Bounds(NamedTuple):
+    """A rule for the value of an option: `accepts` is a function of the value, `words` a remedy."""
+
+    accepts: Callable[[Any], Any]
+    words: str
+
+    def check(self, name: str, options: Mapping[str, Any]) -> None:
+        """Raises an error unless the rule accepts the value of the option `name`."""
+        require(self.accepts(options[name]), name, options[name], self.words)
+
+
+class AtLeast(NamedTuple):
+    """A rule for the value of an option: at least the value of the option `other`."""
+
+    other: str
+
+    def check(self, name: str, options: Mapping[str, Any]) -> None:
+        """Raises an error unless the option `name` is at least the other option."""
+        least = options[self.other]
+        require(options[name] >= least, name, options[name], f"must be at least {self.other} = {least}")
+
+
+AT_LEAST_0 = Bounds(lambda value: value >= 0, "must be 0 or more")
+AT_LEAST_1 = Bounds(lambda value: value >= 1, "must be 1 or more")
+ABOVE_0 = Bounds(lambda value: value > 0, "must be above 0")
+ABOVE_0_TO_1 = Bounds(lambda value: (0 < value) & (value <= 1), "must be above 0 and at most 1")
+FROM_0_TO_1 = Bounds(lambda value: (0 <= value) & (value <= 1), "must be from 0 to 1")
+# The rules of each function that `requires` decorates, by option.
+_RULES: dict[Callable[..., Any], Mapping[str, Bounds | AtLeast]] = {}
+
+
+def requires(**rules: Bounds | AtLeast) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
+    """Gives a function rules for its options, which each call and `check_options` check.
+
+    Raises:
+        UserError: in a call of the function, if an option's value breaks its rule.
+
+    Examples:
+        >>> @requires(cap=AT_LEAST_1)
+        ... def truncated(ratio, *, cap=5.0):
+        ...     return min(ratio, cap)
+        ...
+        >>> truncated(2.0, cap=0.2)
+        Traceback (most recent call last):
+            ...
+        recjax.errors.UserError: cap = 0.2: must be 1 or more
+    """
+
+    def decorated(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+        @functools.wraps(function)
+        def checked(*values: _P.args, **options: _P.kwargs) -> _Result:
+            check_options(checked, options)
+            return function(*values, **options)
+
+        _RULES[checked] = rules
+        return checked
+
+    return decorated
+
+
+def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Checks values of a function's options by the function's rules; a function without rules takes every value.
+
+    Raises:
+        UserError: a value breaks its rule.
+
+    Examples:
+        >>> @requires(cap=AT_LEAST_1)
+        ... def truncated(ratio, *, cap=5.0):
+        ...     return min(ratio, cap)
+        ...
+        >>> check_options(truncated, {"cap": 2.0})  # accepted
+    """
+    rules = _RULES.get(function, {})
+    if not rules:
+        return
+    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    values = {**defaults, **options}
+    for name, rule in rules.items():
+        # The call itself reports a required option without a value.
+        if values[name] is not inspect.Parameter.empty:
+            rule.check(name, values)
+
+
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
     """End of an error message that suggests the most similar of `names`; empty if none is similar.
 
@@ -54,15 +141,19 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
         "; did you mean 'one_side'?"
     """
     names = list(names)
-    nearest = [] if name in names else difflib.get_close_matches(str(name), names, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    if name in names:
+        return ""
+    nearest = difflib.get_close_matches(str(name), names, n=1)
+    if not nearest:
+        return ""
+    return f"; did you mean {nearest[0]!r}?"
 
 
 def described(error: BaseException, first_line: bool = False) -> str:
     """An exception's type and message, then a line for each frame of the traceback in the user's own code.
 
     Args:
-        first_line: flag to leave out all lines of the message but the first, as JAX's are long.
+        first_line: flag to show only the message's first line, because JAX's messages are long.
 
     Examples:
         >>> described(ValueError("too long"))
@@ -134,6 +225,15 @@ def readable_options(function: Callable | None) -> dict[str, inspect.Parameter]:
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
+# The types of options: their names in messages, and the types of the values that they take.
+_TYPES: dict[Any, tuple[str, Any]] = {
+    int: ("an int", int),
+    float: ("a float", int | float),
+    str: ("a str", str),
+    bool: ("a bool", bool),
+}
+
+
 def checked_value(key: str, annotation: Any, value: Any) -> Any:
     """Returns `value` as the annotated type; a whole number is accepted as a float.
 
@@ -147,17 +247,20 @@ def checked_value(key: str, annotation: Any, value: Any) -> Any:
     if typing.get_origin(annotation) is typing.Literal:
         choices = typing.get_args(annotation)
         # The type is compared too, because 1 == 1.0 == True.
-        require(any(value == x and type(value) is type(x) for x in choices), key, value, f"takes one of {choices}")
+        if (type(value), value) not in [(type(choice), choice) for choice in choices]:
+            raise UserError(key, f"takes one of {choices}", value=value)
         return value
     kinds = typing.get_args(annotation)
-    if float in kinds and types.NoneType not in kinds:  # a float or a scalar array
+    if float in kinds and types.NoneType not in kinds:  # this is `Scalar`
         annotation = float
-    if annotation not in (int, float, str, bool):  # in a user's own function
-        require(isinstance(value, int | float | str | None), key, value, "takes a number, a text, or true or false")
+    if annotation not in tuple(_TYPES):  # only users' own functions have such annotations
+        if not isinstance(value, int | float | str | None):
+            raise UserError(key, "takes a number, a text, or true or false", value=value)
         return value
-    accepted = int | float if annotation is float else annotation
-    fits = isinstance(value, accepted) and isinstance(value, bool) == (annotation is bool) and value == value
-    require(fits, key, value, f"takes {'an int' if annotation is int else f'a {annotation.__name__}'}")
+    name, accepted = _TYPES[annotation]
+    # A bool is an int for Python, and NaN is no value.
+    if not isinstance(value, accepted) or isinstance(value, bool) != (annotation is bool) or value != value:
+        raise UserError(key, f"takes {name}", value=value)
     return annotation(value)
 
 
@@ -177,17 +280,29 @@ def resolved_options(axis: str, name: str, function: Callable | None, chosen: Ma
         {'cap': 2.0}
     """
     options = readable_options(function)
+    known = "it has none"
+    if options:
+        known = f"its options: {', '.join(options)}"
     for option, value in chosen.items():
-        has = f"its options: {', '.join(options)}" if options else "it has none"
-        remedy = f"{axis} {name!r} does not read this option ({has}){did_you_mean(option, options)}"
-        require(option in options, f"{axis}.{option}", value, remedy)
+        if option not in options:
+            problem = f"{axis} {name!r} does not read this option ({known}){did_you_mean(option, options)}"
+            raise UserError(f"{axis}.{option}", problem, value=value)
     values = {}
     for option, parameter in options.items():
         default = parameter.default
         annotation = parameter.annotation
         if option not in chosen and default is parameter.empty:
             raise UserError(f"{axis}.{option}", f"{axis} {name!r} requires a value", "set it")
-        if annotation is parameter.empty:  # the type of the default, with float for an integer
-            annotation = object if default is parameter.empty else float if type(default) is int else type(default)
+        if annotation is parameter.empty:
+            annotation = _guessed_type(default)
         values[option] = checked_value(f"{axis}.{option}", annotation, chosen.get(option, default))
     return values
+
+
+def _guessed_type(default: Any) -> Any:
+    """The type of an option without an annotation: its default's, with float for an integer."""
+    if default is inspect.Parameter.empty:
+        return object
+    if type(default) is int:
+        return float
+    return type(default)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.groups import group_index, group_minima, trajectory_sums
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import AT_LEAST_0, FROM_0_TO_1, Scalar, requires
 
 # e^20 ≈ 5e8 is beyond every clip range, and its square does not overflow float32.
 MAX_LOG_RATIO = 20.0
@@ -34,7 +34,7 @@ def log_difference(
         >>> print(log_difference(logprobs, behavior_logprobs, mask))
         [[0.5 0.  0. ]]
     """
-    # Masked before the difference: behind it, the gradient of −inf − (−inf) would still be NaN.
+    # Masked before the difference: after it, the gradient of −inf − (−inf) would still be NaN.
     return jnp.where(completion_mask, logprobs, 0.0) - jnp.where(completion_mask, other_logprobs, 0.0)
 
 
@@ -120,7 +120,9 @@ def sequence_max(
         [[2.]]
     """
     largest = jnp.max(jnp.where(completion_mask, per_token, 0.0), axis=-1)
-    return (largest if trajectories is None else -group_minima(-largest, group_index(trajectories)))[:, None]
+    if trajectories is not None:
+        largest = -group_minima(-largest, group_index(trajectories))
+    return largest[:, None]
 
 
 def token_ratio(log_ratio: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
@@ -165,6 +167,7 @@ def sequence_product_ratio(
     return jnp.broadcast_to(sequence_sum(log_ratio, completion_mask, trajectories), log_ratio.shape)
 
 
+@requires(epsilon_low=AT_LEAST_0, epsilon_high=AT_LEAST_0)
 def clipped_sequence_mean_ratio(
     log_ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -195,8 +198,6 @@ def clipped_sequence_mean_ratio(
         >>> print(clipped_sequence_mean_ratio(jnp.array([[1.0, 0.25, 9.0]]), jnp.array([1.0]), mask, epsilon_high=0.75))
         [[0.5 0.5 0.5]]
     """
-    require(epsilon_low >= 0, "epsilon_low", epsilon_low, "must be 0 or more")
-    require(epsilon_high >= 0, "epsilon_high", epsilon_high, "must be 0 or more")
     # Only the side to which the advantage pushes is clipped, so that a token may always return towards its anchor.
     up = per_token(advantages) >= 0
     clipped = jnp.where(up, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
@@ -237,6 +238,7 @@ def proximal_anchor(proximal_logprobs: Float[Array, "batch time"]) -> Float[Arra
     return proximal_logprobs
 
 
+@requires(share=FROM_0_TO_1)
 def interpolated_anchor(
     logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"], *, share: Scalar = 0.5
 ) -> Float[Array, "batch time"]:
@@ -254,5 +256,4 @@ def interpolated_anchor(
         >>> print(interpolated_anchor(jnp.array([[-1.0, -2.0]]), jnp.array([[-2.0, -2.0]]), share=0.5))
         [[-1.5 -2. ]]
     """
-    require((0 <= share) & (share <= 1), "share", share, "must be from 0 to 1")
     return share * behavior_logprobs + (1 - share) * logprobs

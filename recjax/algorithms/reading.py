@@ -1,12 +1,11 @@
-"""Inputs of axis functions: a function receives exactly the values that its positional parameters name.
+"""Names of the values that axis functions read: a function receives the values that its positional parameters name.
 
 A function that names a value of WHOLE_BATCH is evaluated once, on the whole batch; other functions on each micro-batch.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 from recjax.algorithms.options import did_you_mean
 from recjax.errors import UserError
@@ -30,8 +29,8 @@ MICRO_BATCH = {
     "anchor_logprobs": "log-probs of the axis `anchor`, [batch, time]; log μ by default",
     "proximal_logprobs": "log π of each token before the batch's first update, [batch, time]; needs the scoring pass",
 }
-# Available on each micro-batch, to the axis `term` alone.
-OF_TERMS = {
+# Available on each micro-batch, only to the axis `term`.
+TERMS = {
     "entropy": "entropy of π at each token, in nats, [batch, time]; a gradient flows through it",
     "reference_logprobs": "log-probs under the initial policy or `model.reference`, [batch, time]",
     "teacher_logprobs": "log-probs under `model.teacher`, [batch, time]",
@@ -54,19 +53,22 @@ RESCORED = frozenset({"scored_logprobs", "scored_log_ratio", "scored_entropy", "
 SCORED = RESCORED | {"proximal_logprobs"}
 
 
-def base(function: Callable) -> Callable:
-    """The function that a partial wraps; other functions unchanged.
+@functools.cache  # by functions without options, which may be arguments of a compiled program
+def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    """The parameters in a function's signature, by name.
 
     Examples:
-        >>> import functools
-        >>> base(functools.partial(max, default=0)) is max
-        True
+        >>> def bounded(ratio, *, cap=3.0): ...
+        ...
+        >>> parameters(bounded)["cap"].default
+        3.0
     """
-    return function.func if isinstance(function, functools.partial) else function
+    return inspect.signature(function).parameters
 
 
-def names_read(function: Callable | None) -> tuple[str, ...]:
-    """Names of a function's positional parameters; an axis that is off reads none.
+@functools.cache
+def names_read(function: Callable) -> tuple[str, ...]:
+    """Names of a function's positional parameters, which are the values that it reads.
 
     Examples:
         >>> def bounded(ratio, advantages, *, cap=3.0): ...
@@ -74,53 +76,8 @@ def names_read(function: Callable | None) -> tuple[str, ...]:
         >>> names_read(bounded)
         ('ratio', 'advantages')
     """
-    return () if function is None else _positional(base(function))
-
-
-@functools.cache  # by functions without options, which may be arguments of a compiled program
-def _positional(function: Callable) -> tuple[str, ...]:
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
-
-
-def is_of_whole_batch(function: Callable | None) -> bool:
-    """True if the function reads a value that only the whole batch has.
-
-    Examples:
-        >>> def by_reward(rewards): ...
-        ...
-        >>> is_of_whole_batch(by_reward)
-        True
-    """
-    return any(name in WHOLE_BATCH for name in names_read(function))
-
-
-def call(function: Callable, values: object) -> Any:
-    """Calls a function with those attributes of `values` that its positional parameters name.
-
-    Raises:
-        ValueError: a value that the function reads is missing or None.
-
-    Examples:
-        >>> from typing import NamedTuple
-        >>> class Values(NamedTuple):
-        ...     ratio: float
-        ...
-        >>> def doubled(ratio): return 2 * ratio
-        ...
-        >>> call(doubled, Values(1.5))
-        3.0
-    """
-    read = {name: getattr(values, name, None) for name in names_read(function)}
-    for name, value in read.items():
-        parameters = inspect.signature(base(function)).parameters
-        # A parameter with the default None may be None.
-        if value is None and parameters[name].default is not None:
-            title = getattr(base(function), "__name__", repr(function))
-            off = "set its coefficient to 0" if "coefficient" in parameters else "choose another function for this axis"
-            raise UserError(name, f"{title} reads it", f"pass it, or {off}", None)
-    return function(*read.values())
+    return tuple(parameter.name for parameter in parameters(function).values() if parameter.kind in kinds)
 
 
 def check_names(key: str, name: str, function: Callable, known: Iterable[str]) -> None:
@@ -137,7 +94,8 @@ def check_names(key: str, name: str, function: Callable, known: Iterable[str]) -
         >>> check_names("weight.name", "mine:bounded", bounded, ["ratio", "logprobs"])  # accepted
     """
     known = list(known)
-    for parameter in names_read(function):
+    read = names_read(function)
+    for parameter in read:
         if parameter not in known:
             similar = did_you_mean(parameter, known)
             raise UserError(
@@ -146,12 +104,16 @@ def check_names(key: str, name: str, function: Callable, known: Iterable[str]) -
                 f"read some of {', '.join(known)}{similar}. Options come after a * in the signature",
                 name,
             )
-    of_micro_batch = [value for value in names_read(function) if value in MICRO_BATCH]
-    of_whole_batch = [value for value in names_read(function) if value in WHOLE_BATCH]
-    if of_micro_batch and of_whole_batch and any(value in MICRO_BATCH for value in known):
+    from_micro_batch = [value for value in read if value in MICRO_BATCH]
+    from_whole_batch = [value for value in read if value in WHOLE_BATCH]
+    has_micro_batch = any(value in MICRO_BATCH for value in known)
+    if from_micro_batch and from_whole_batch and has_micro_batch:
+        problem = (
+            f"reads {', '.join(from_micro_batch)} of a micro-batch and {', '.join(from_whole_batch)} of the whole batch"
+        )
         raise UserError(
             key,
-            f"reads {', '.join(of_micro_batch)} of a micro-batch and {', '.join(of_whole_batch)} of the whole batch",
+            problem,
             "instead of the first, read scored_logprobs or scored_log_ratio",
             name,
         )

@@ -18,12 +18,13 @@ from recjax.algorithms.groups import (
     one_per_trajectory,
     trajectory_sums,
 )
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import ABOVE_0, AT_LEAST_1, Bounds, Scalar, requires
 
 SumAndCount = tuple[Float[Array, ""], Float[Array, ""]]
 
 
 def _completions(per_token, completion_mask, trajectories):
+    """The number of completions with a valid token, in the dtype of the loss."""
     return jnp.sum(one_per_trajectory(jnp.any(completion_mask, axis=-1), trajectories), dtype=per_token.dtype)
 
 
@@ -87,9 +88,11 @@ def sequence_mean_token_sum(
         >>> print(total, count)
         7.0 2.0
     """
-    return jnp.sum(jnp.where(completion_mask, per_token, 0.0)), _completions(per_token, completion_mask, trajectories)
+    total = jnp.sum(jnp.where(completion_mask, per_token, 0.0))
+    return total, _completions(per_token, completion_mask, trajectories)
 
 
+@requires(length=Bounds(AT_LEAST_1.accepts, "must be 1 or more tokens"))
 def fixed_length(
     per_token: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
@@ -111,12 +114,11 @@ def fixed_length(
         >>> print(total, count)
         1.75 2.0
     """
-    require(length >= 1, "length", length, "must be 1 or more tokens")
-    return jnp.sum(jnp.where(completion_mask, per_token, 0.0)) / length, _completions(
-        per_token, completion_mask, trajectories
-    )
+    total = jnp.sum(jnp.where(completion_mask, per_token, 0.0))
+    return total / length, _completions(per_token, completion_mask, trajectories)
 
 
+@requires(tau=ABOVE_0)
 def pairwise_consistency_loss(
     sequence_logprobs: Float[Array, " batch"],
     anchor_logprobs: Float[Array, " batch"],
@@ -154,11 +156,10 @@ def pairwise_consistency_loss(
         >>> print(total, groups)
         0.25 1.0
     """
-    require(tau > 0, "tau", tau, "must be above 0")
-    policy, anchor, rewards, weights = (
-        jnp.where(kept, x, 0.0) for x in (sequence_logprobs, anchor_logprobs, rewards, weights)
-    )
-    anchor, rewards, weights = jax.lax.stop_gradient((anchor, rewards, weights))
+    policy = jnp.where(kept, sequence_logprobs, 0.0)
+    anchor = jax.lax.stop_gradient(jnp.where(kept, anchor_logprobs, 0.0))
+    rewards = jax.lax.stop_gradient(jnp.where(kept, rewards, 0.0))
+    weights = jax.lax.stop_gradient(jnp.where(kept, weights, 0.0))
     index = group_index(group_ids)
     # Measured from the group's lowest reward, so that equal rewards have exactly equal agreements at π = π_t.
     above = jnp.where(kept, rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index), 0.0)

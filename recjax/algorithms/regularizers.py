@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.groups import trajectory_sums
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import ABOVE_0, AT_LEAST_0, FROM_0_TO_1, Bounds, Scalar, requires
 from recjax.algorithms.ratios import MAX_LOG_RATIO, log_difference, sequence_sum, with_rest
 
 # e^40 ≈ 2e17; beyond 44 nats, the square in the gradient's norm overflows float32 and ends a run.
@@ -19,6 +19,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
+@requires(beta=AT_LEAST_0)
 def log_likelihood_bonus(
     logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
@@ -42,10 +43,10 @@ def log_likelihood_bonus(
         >>> print(log_likelihood_bonus(logprobs, mask, beta=0.1))
         [[ 0.1  0.2 -0. ]]
     """
-    require(beta >= 0, "beta", beta, "must be 0 or more")
     return -beta * jnp.where(completion_mask, logprobs, 0.0)
 
 
+@requires(tau=AT_LEAST_0)
 def squared_log_ratio_per_token(
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"],
@@ -71,10 +72,10 @@ def squared_log_ratio_per_token(
         >>> print(squared_log_ratio_per_token(logprobs, behavior_logprobs, mask, tau=0.8))
         [[0.1 0.  0. ]]
     """
-    require(tau >= 0, "tau", tau, "must be 0 or more")
     return tau / 2 * jnp.square(log_difference(logprobs, behavior_logprobs, completion_mask))
 
 
+@requires(tau=AT_LEAST_0)
 def squared_log_ratio_per_completion(
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"],
@@ -103,7 +104,6 @@ def squared_log_ratio_per_completion(
         >>> print(squared_log_ratio_per_completion(logprobs, behavior_logprobs, mask, tau=0.8))
         [[0.05 0.05 0.  ]]
     """
-    require(tau >= 0, "tau", tau, "must be 0 or more")
     difference = log_difference(logprobs, behavior_logprobs, completion_mask)
     completion_log_ratio = sequence_sum(difference, completion_mask, trajectories)
     lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=difference.dtype), trajectories)[:, None]
@@ -161,6 +161,7 @@ def reference_kl(
     return kl_estimate(reference_logprobs - logprobs, estimator)
 
 
+@requires(coefficient=AT_LEAST_0)
 def reference_kl_penalty(
     logprobs: Float[Array, "batch time"],
     reference_logprobs: Float[Array, "batch time"],
@@ -184,11 +185,12 @@ def reference_kl_penalty(
         >>> print(reference_kl_penalty(logprobs, reference, mask, coefficient=0.4, estimator="k2"))
         [[0.05 0.  ]]
     """
-    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
-    logprobs, reference_logprobs = (jnp.where(completion_mask, x, 0.0) for x in (logprobs, reference_logprobs))
+    logprobs = jnp.where(completion_mask, logprobs, 0.0)
+    reference_logprobs = jnp.where(completion_mask, reference_logprobs, 0.0)
     return coefficient * reference_kl(logprobs, reference_logprobs, estimator=estimator)
 
 
+@requires(coefficient=AT_LEAST_0)
 def unbiased_reference_kl_penalty(
     logprobs: Float[Array, "batch time"],
     behavior_logprobs: Float[Array, "batch time"],
@@ -218,7 +220,6 @@ def unbiased_reference_kl_penalty(
         >>> [round(x, 3) for x in penalty[0].tolist()]
         [0.107, 0.0]
     """
-    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     policy = jnp.where(completion_mask, logprobs, 0.0)
     constant = jax.lax.stop_gradient(policy)
     difference = log_difference(reference_logprobs, constant, completion_mask)
@@ -258,6 +259,7 @@ def effective_size_kl_penalty(
     return (1 - effective_share[:, None]) * kl_estimate(log_inverse, "k3", bound=10.0)
 
 
+@requires(coefficient=AT_LEAST_0)
 def entropy_bonus(
     entropy: Float[Array, "batch time"], completion_mask: Bool[Array, "batch time"], *, coefficient: Scalar = 0.0
 ) -> Float[Array, "batch time"]:
@@ -274,10 +276,10 @@ def entropy_bonus(
         >>> print(entropy_bonus(jnp.array([[2.0, 1.0, 9.0]]), mask, coefficient=0.5))
         [[1.  0.5 0. ]]
     """
-    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     return coefficient * jnp.where(completion_mask, entropy, 0.0)
 
 
+@requires(coefficient=AT_LEAST_0)
 def observation_cross_entropy(
     logprobs: Float[Array, "batch time"],
     observation_weights: Float[Array, "batch time"],
@@ -302,10 +304,10 @@ def observation_cross_entropy(
         >>> print(observation_cross_entropy(logprobs, weights, coefficient=0.1))
         [[0.   0.1  0.15]]
     """
-    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     return coefficient * observation_weights * jnp.where(observation_weights > 0, -logprobs, 0.0)
 
 
+@requires(share=FROM_0_TO_1)
 def expert_cross_entropy(
     logprobs: Float[Array, "batch time"],
     foreign: Bool[Array, " batch"],
@@ -332,12 +334,12 @@ def expert_cross_entropy(
         >>> [round(x, 3) for x in term[:, 0].tolist()]
         [-0.0, 0.173]
     """
-    require((0 <= share) & (share <= 1), "share", share, "must be from 0 to 1")
     logprobs = jnp.where(completion_mask & foreign[:, None], logprobs, 0.0)
     probability = jnp.exp(jax.lax.stop_gradient(logprobs))
     return -share * probability * (1 - probability) * logprobs
 
 
+@requires(coefficient=AT_LEAST_0)
 def score_centering(
     top_logprobs: Float[Array, "batch time count"],
     behavior_top_logprobs: Float[Array, "batch time count"],
@@ -372,7 +374,6 @@ def score_centering(
         >>> round(float(score_centering(top, before, plain, mask, coefficient=1.0)[0, 0]), 3)
         -0.173
     """
-    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
     policy = jax.lax.stop_gradient(with_rest(top_logprobs))
     behavior = with_rest(behavior_top_logprobs)
     alpha = jnp.exp(behavior[..., -1:] - policy[..., -1:])
@@ -383,6 +384,12 @@ def score_centering(
     return coefficient * jnp.sum(jnp.where(is_known, mean[..., :-1], 0.0) * known, axis=-1)
 
 
+@requires(
+    coefficient=AT_LEAST_0,
+    beta=Bounds(lambda beta: (0 < beta) & (beta < 1), "must be between 0 and 1, without both"),
+    top_k=Bounds(AT_LEAST_0.accepts, "must be 0 (the whole vocabulary) or more"),
+    cap=ABOVE_0,
+)
 def teacher_divergence(
     scores: Float[Array, "*tokens vocab"],
     teacher_scores: Float[Array, "*tokens vocab"],
@@ -422,13 +429,11 @@ def teacher_divergence(
         >>> [round(float(teacher_divergence(q, p, coefficient=1.0, kind=kind)[0]), 3) for kind in kinds]
         [0.096, 0.112, 0.025]
     """
-    require(coefficient >= 0, "coefficient", coefficient, "must be 0 or more")
-    require((0 < beta) & (beta < 1), "beta", beta, "must be between 0 and 1, without both")
-    require(top_k >= 0, "top_k", top_k, "must be 0 (the whole vocabulary) or more")
-    require(cap > 0, "cap", cap, "must be above 0")
-    q, p = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (scores, jax.lax.stop_gradient(teacher_scores)))
+    q = jax.nn.log_softmax(scores.astype(jnp.float32))
+    p = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_scores).astype(jnp.float32))
     if 0 < top_k < p.shape[-1]:
-        chosen = jax.lax.top_k(p if support == "teacher" else jax.lax.stop_gradient(q), top_k)[1]
+        supporting = p if support == "teacher" else jax.lax.stop_gradient(q)
+        _, chosen = jax.lax.top_k(supporting, top_k)
         is_other = jnp.put_along_axis(jnp.ones(p.shape, bool), chosen, False, axis=-1, inplace=False)
 
         def with_others_together(x):
@@ -440,12 +445,17 @@ def teacher_divergence(
 
     def kl(a, b):
         possible = ~jnp.isneginf(a)
-        a, b = (jnp.where(possible, x, 0.0) for x in (a, b))  # before the difference, whose gradient would be NaN
+        # Masked before the difference, whose gradient would be NaN.
+        a = jnp.where(possible, a, 0.0)
+        b = jnp.where(possible, b, 0.0)
         return jnp.sum(jnp.where(possible, jnp.exp(a) * (a - b), 0.0), axis=-1)
 
     if kind == "jsd":
         absent = jnp.isneginf(p) & jnp.isneginf(q)
-        parts = (jnp.where(absent, 0.0, x) for x in (jnp.log(beta) + p, jnp.log1p(-beta) + q))
-        mixed = jnp.where(absent, -jnp.inf, jnp.logaddexp(*parts))
+        weighted_p = jnp.where(absent, 0.0, jnp.log(beta) + p)
+        weighted_q = jnp.where(absent, 0.0, jnp.log1p(-beta) + q)
+        mixed = jnp.where(absent, -jnp.inf, jnp.logaddexp(weighted_p, weighted_q))
         return coefficient * (beta * kl(p, mixed) + (1 - beta) * kl(q, mixed))
-    return coefficient * (kl(p, q) if kind == "forward_kl" else kl(q, p))
+    if kind == "forward_kl":
+        return coefficient * kl(p, q)
+    return coefficient * kl(q, p)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, Bounds, Scalar, requires
 from recjax.algorithms.ratios import bounded_exp, per_token, sequence_sum
 
 
@@ -19,6 +19,7 @@ def importance_weights(ratio: Float[Array, "batch time"]) -> Float[Array, "batch
     return jax.lax.stop_gradient(ratio)
 
 
+@requires(cap=Bounds(AT_LEAST_1.accepts, "is the largest ratio itself, not a distance from 1; it must be 1 or more"))
 def truncated_weights(ratio: Float[Array, "batch time"], *, cap: Scalar = 5.0) -> Float[Array, "batch time"]:
     """The ratio up to a cap: w_t = min(ρ_t, c).  Tokens beyond the cap keep their gradient.
 
@@ -34,10 +35,10 @@ def truncated_weights(ratio: Float[Array, "batch time"], *, cap: Scalar = 5.0) -
         >>> print(truncated_weights(ratio, cap=1.2))
         [[0.5 1.  1.2]]
     """
-    require(cap >= 1, "cap", cap, "is the largest ratio itself, not a distance from 1; it must be 1 or more")
     return jnp.minimum(ratio, cap)
 
 
+@requires(low=FROM_0_TO_1, high=AT_LEAST_1)
 def banded_weights(
     ratio: Float[Array, "batch time"], *, low: Scalar = 0.5, high: Scalar = 5.0
 ) -> Float[Array, "batch time"]:
@@ -56,10 +57,10 @@ def banded_weights(
         >>> print(banded_weights(ratio, low=0.8, high=5.0))
         [[0.  1.  1.5]]
     """
-    _require_around_one(low, high)
     return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
+@requires(low=FROM_0_TO_1, high=AT_LEAST_1)
 def sequence_banded_weights(
     log_ratio: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
@@ -90,6 +91,7 @@ def sequence_banded_weights(
     return jnp.broadcast_to(banded_weights(product, low=low, high=high), log_ratio.shape)
 
 
+@requires(low=FROM_0_TO_1, high=AT_LEAST_1)
 def bounded_weights(
     ratio: Float[Array, "batch time"], *, low: Scalar = 0.5, high: Scalar = 2.0
 ) -> Float[Array, "batch time"]:
@@ -107,15 +109,10 @@ def bounded_weights(
         >>> print(bounded_weights(ratio, low=0.75, high=1.25))
         [[0.75 1.   1.25]]
     """
-    _require_around_one(low, high)
     return jnp.clip(ratio, low, high)
 
 
-def _require_around_one(low: Scalar, high: Scalar) -> None:
-    require((0 <= low) & (low <= 1), "low", low, "must be from 0 to 1")
-    require(high >= 1, "high", high, "must be 1 or more")
-
-
+@requires(cap=ABOVE_0)
 def tapered_weights(
     ratio: Float[Array, "batch time"], advantages: Float[Array, "batch *rest"], *, cap: Scalar = 1.0
 ) -> Float[Array, "batch time"]:
@@ -134,10 +131,10 @@ def tapered_weights(
         >>> print(tapered_weights(ratio, jnp.array([-1.0])))
         [[0.5 1.  1. ]]
     """
-    require(cap > 0, "cap", cap, "must be above 0")
     return jnp.where(per_token(advantages) >= 0, 1.0, jnp.minimum(ratio, cap))
 
 
+@requires(cap=AT_LEAST_1, cap_negative=AT_LEAST_1)
 def inverse_weights(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -163,11 +160,10 @@ def inverse_weights(
         >>> [round(x, 3) for x in inverse_weights(ratio, jnp.array([1.0]))[0].tolist()]
         [2.0, 1.0, 0.667]
     """
-    require(cap >= 1, "cap", cap, "must be 1 or more")
-    require(cap_negative >= 1, "cap_negative", cap_negative, "must be 1 or more")
     return jnp.where(per_token(advantages) > 0, jnp.minimum(1 / ratio, cap), jnp.minimum(ratio, cap_negative))
 
 
+@requires(tau_positive=ABOVE_0, tau_negative=ABOVE_0)
 def soft_weights(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -193,12 +189,11 @@ def soft_weights(
         >>> [round(x, 3) for x in soft_weights(ratio, jnp.array([1.0]))[0].tolist()]
         [0.47, 1.0, 1.41]
     """
-    require(tau_positive > 0, "tau_positive", tau_positive, "must be above 0")
-    require(tau_negative > 0, "tau_negative", tau_negative, "must be above 0")
     distance = jnp.where(per_token(advantages) > 0, tau_positive, tau_negative) * (ratio - 1)
     return 4 * jax.nn.sigmoid(distance) * jax.nn.sigmoid(-distance) * ratio
 
 
+@requires(power_positive=AT_LEAST_0, decay_positive=AT_LEAST_0, power_negative=AT_LEAST_0, decay_negative=AT_LEAST_0)
 def peaked_weights(
     ratio: Float[Array, "batch time"],
     advantages: Float[Array, "batch *rest"],
@@ -226,9 +221,6 @@ def peaked_weights(
         >>> [round(x, 3) for x in peaked_weights(ratio, jnp.array([1.0]))[0].tolist()]
         [1.12, 1.0, 0.502]
     """
-    named = {"power_positive": power_positive, "decay_positive": decay_positive}
-    for name, value in (named | {"power_negative": power_negative, "decay_negative": decay_negative}).items():
-        require(value >= 0, name, value, "must be 0 or more")
     up = per_token(advantages) > 0
     power = jnp.where(up, power_positive, power_negative)
     decay = jnp.where(up, decay_positive, decay_negative)
@@ -236,6 +228,7 @@ def peaked_weights(
     return jnp.exp(power * jnp.log(ratio) + decay * (1 - ratio))
 
 
+@requires(gamma=ABOVE_0)
 def expert_shaped_weights(
     ratio: Float[Array, "batch time"],
     logprobs: Float[Array, "batch time"],
@@ -263,11 +256,11 @@ def expert_shaped_weights(
         >>> [round(x, 3) for x in weights[0].tolist()]
         [0.25, 0.139, 0.09]
     """
-    require(gamma > 0, "gamma", gamma, "must be above 0")
     probability = jnp.exp(logprobs)
     return jnp.where(foreign[:, None], gamma * probability / jnp.square(probability + gamma), ratio)
 
 
+@requires(share=FROM_0_TO_1)
 def own_weights(
     ratio: Float[Array, "batch time"], foreign: Bool[Array, " batch"], *, share: Scalar = 0.1
 ) -> Float[Array, "batch time"]:
@@ -287,7 +280,6 @@ def own_weights(
         [[0.25 0.5 ]
          [0.   0.  ]]
     """
-    require((0 <= share) & (share <= 1), "share", share, "must be from 0 to 1")
     return jnp.where(foreign[:, None], 0.0, (1 - share) * ratio)
 
 

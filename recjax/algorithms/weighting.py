@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from recjax.algorithms.advantages import deviations
 from recjax.algorithms.groups import group_index, group_minima, group_sums
-from recjax.algorithms.options import Scalar, require
+from recjax.algorithms.options import ABOVE_0, AtLeast, Scalar, requires
 
 # e^20 ≈ 5e8: no useful weight is larger, and a product of two such weights does not overflow float32.
 MAX_EXPONENT = 20.0
@@ -25,6 +25,7 @@ def _exp_weights(advantages, kept, temperature):
     return jnp.where(kept, jnp.exp(jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT)), 0.0)
 
 
+@requires(temperature=ABOVE_0)
 def exp_advantage_weights(
     advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, temperature: Scalar = 1.0
 ) -> Float[Array, "batch *rest"]:
@@ -45,10 +46,10 @@ def exp_advantage_weights(
         >>> [round(x, 3) for x in weights.tolist()]
         [1.649, 0.607]
     """
-    require(temperature > 0, "temperature", temperature, "must be above 0")
     return _exp_weights(advantages, kept, temperature)
 
 
+@requires(floor=ABOVE_0, ceiling=AtLeast("floor"))
 def bisected_temperature(
     advantages: Float[Array, "batch *rest"], kept: Bool[Array, " batch"], *, floor: Scalar, ceiling: Scalar
 ) -> Float[Array, ""]:
@@ -72,8 +73,6 @@ def bisected_temperature(
         >>> round(float(bisected_temperature(advantages, kept, floor=0.8, ceiling=100.0)), 2)
         6.41
     """
-    require(floor > 0, "floor", floor, "must be above 0")
-    require(ceiling >= floor, "ceiling", ceiling, f"must be at least floor = {floor}")
     advantages = jnp.where(_kept_like(kept, advantages), advantages, 0.0)
     highest = jnp.max(advantages)
 
@@ -93,6 +92,7 @@ def bisected_temperature(
     return jnp.where(still_positive(ends[0]), jnp.where(still_positive(ends[1]), ceiling, root), floor)
 
 
+@requires(floor=ABOVE_0, ceiling=AtLeast("floor"))
 def bisected_exp_advantage_weights(
     advantages: Float[Array, "batch *rest"],
     kept: Bool[Array, " batch"],

@@ -38,35 +38,51 @@ def checked(check: Callable[[Any], str | None]) -> pydantic.AfterValidator:
     """For `Annotated`: a function that returns the problem of a value, or None."""
 
     def validate(value: Any) -> Any:
-        if problem := check(value):
+        problem = check(value)
+        if problem:
             raise UserError(problem=problem)
         return value
 
     return pydantic.AfterValidator(validate)
 
 
-# Bool, Int, Number and Float also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
-Bool = Annotated[
-    bool,
-    pydantic.BeforeValidator(lambda value: _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value),
-]
-Int = Annotated[
-    int,
-    pydantic.BeforeValidator(read_decimal),
-    checked(lambda value: None if abs(value) < 2**63 else "must be a 64-bit number"),
-]
+
+
+def _read_switch(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SWITCHES.get(value.lower(), value)
+    return value
+
+
+def _wrong_integer(value: int) -> str | None:
+    if abs(value) >= 2**63:
+        return "must be a 64-bit number"
+    return None
+
+
+def _wrong_number(value: float) -> str | None:
+    if abs(value) >= _LARGEST and not math.isinf(value):
+        return f"must be below {_LARGEST:g}"
+    return None
+
+
+# These types also read texts, because YAML keeps `010`, `1_000` and `yes` as texts.
+Bool = Annotated[bool, pydantic.BeforeValidator(_read_switch)]
+Int = Annotated[int, pydantic.BeforeValidator(read_decimal), checked(_wrong_integer)]
 Number = Annotated[float, pydantic.BeforeValidator(read_decimal)]
-Float = Annotated[
-    Number,
-    pydantic.Field(allow_inf_nan=False),
-    checked(lambda value: None if abs(value) < _LARGEST or math.isinf(value) else f"must be below {_LARGEST:g}"),
-]
+Float = Annotated[Number, pydantic.Field(allow_inf_nan=False), checked(_wrong_number)]
 
 
 def spelled(pattern: str, problem: str) -> pydantic.AfterValidator:
     """For `Annotated`: a text that a regular expression matches in full, and the problem of other texts."""
-    return checked(lambda text: None if re.fullmatch(pattern, text, re.DOTALL) else problem)
+
+    def wrong_text(text: str) -> str | None:
+        if re.fullmatch(pattern, text, re.DOTALL):
+            return None
+        return problem
+
+    return checked(wrong_text)
 
 
 Place = Annotated[str, spelled(".*:.*", "takes module:name")]  # a user's own function or class
@@ -79,19 +95,28 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 def _names_elsewhere() -> dict[str, str]:
     """Our keys by the names of TRL, verl, OpenRLHF and Tunix; docs/coming_from.md says how they differ."""
     table = read_yaml_file(Path(__file__).with_name("elsewhere.yaml"))
-    return {name: ours for ours, names in table.items() for name in names.split()}
+    keys = {}
+    for ours, names in table.items():
+        keys |= dict.fromkeys(names.split(), ours)
+    return keys
 
 
 def _hint_from_elsewhere(name: str, value: Any, keys: Iterable[str]) -> str:
     """Our keys for another library's key and the keys in its value; empty if none is known."""
     if isinstance(value, Mapping):
-        hints = (_hint_from_elsewhere(f"{name}.{inner}", each, keys) for inner, each in value.items())
-        return "; ".join(filter(None, hints))
+        hints = [_hint_from_elsewhere(f"{name}.{inner}", inner_value, keys) for inner, inner_value in value.items()]
+        return "; ".join(hint for hint in hints if hint)
     parts = name.split(".")
-    ours = [ours for end in (".".join(parts[-2:]), *reversed(parts)) if (ours := _names_elsewhere().get(end))]
+    # The most telling part first: the last two names, the last name, and then the names before it.
+    for end in [".".join(parts[-2:]), *reversed(parts)]:
+        ours = _names_elsewhere().get(end)
+        if ours:
+            return f"{name} is {ours} here"
     if len(parts) > 1 and parts[0] not in keys:
-        ours += [key for key in keys if key.split(".")[-1] == parts[-1]]
-    return f"{name} is {ours[0]} here" if ours else ""
+        for own_key in keys:
+            if own_key.split(".")[-1] == parts[-1]:
+                return f"{name} is {own_key} here"
+    return ""
 
 
 class ConfigBlock(pydantic.BaseModel):
@@ -144,18 +169,21 @@ def key(default: Any, description: str = "", note: str = "", may_change: bool = 
             change a training step's numbers, except for the rounding of sums in another order.
         constraints: pydantic's constraints, such as `ge` and `lt`.
     """
-    given: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
     extra: dict[str, Any] = {"note": note, "may_change": may_change}
-    return pydantic.Field(**given, description=description, json_schema_extra=extra, **constraints)
+    if callable(default):
+        return pydantic.Field(default_factory=default, description=description, json_schema_extra=extra, **constraints)
+    return pydantic.Field(default=default, description=description, json_schema_extra=extra, **constraints)
 
 
 def value_of(config: ConfigBlock, name: str) -> Any:
     """The value of a dotted key; None if a block around it is off."""
-
-    def inner(block: Any, attribute: str) -> Any:
-        return block.get(attribute) if isinstance(block, Mapping) else getattr(block, attribute, None)
-
-    return functools.reduce(inner, name.split("."), config)
+    value: Any = config
+    for part in name.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        else:
+            value = getattr(value, part, None)
+    return value
 
 
 def extra_of(field: FieldInfo) -> dict[str, Any]:
@@ -172,7 +200,9 @@ def refuse_without(config: "Config", names: Iterable[str], *conditions: str) -> 
     Raises:
         UserError: a key with another value than its default.
     """
-    which = "it" if len(conditions) == 1 else "one of them"
+    which = "it"
+    if len(conditions) > 1:
+        which = "one of them"
     problem = f"applies only with {' or '.join(conditions)}"
     _expect_defaults(config, names, problem, f"set {which}, or remove this key")
 
@@ -200,15 +230,20 @@ def _expect_defaults(config: "Config", names: Iterable[str], problem: str, remed
 
 def block_of(annotation: Any) -> type[ConfigBlock] | None:
     """The block in an annotation such as `Block` or `Block | None`; None for plain values and for mappings."""
-    kinds = (annotation, *typing.get_args(annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigBlock)), None)
+    for kind in [annotation, *typing.get_args(annotation)]:
+        if isinstance(kind, type) and issubclass(kind, ConfigBlock):
+            return kind
+    return None
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
     """The values of a `Literal` or `list[Literal]`; none for another annotation."""
     if typing.get_origin(annotation) is typing.Literal:
         return typing.get_args(annotation)
-    return tuple(choice for argument in typing.get_args(annotation) for choice in choices_of(argument))
+    choices: tuple[str, ...] = ()
+    for argument in typing.get_args(annotation):
+        choices += choices_of(argument)
+    return choices
 
 
 @functools.cache
@@ -217,35 +252,46 @@ def schema_keys(block: type[ConfigBlock]) -> dict[str, FieldInfo]:
     keys = {}
     for name, field in block.model_fields.items():
         keys[name] = field
-        if nested := block_of(field.annotation):
+        nested = block_of(field.annotation)
+        if nested is not None:
             keys |= {f"{name}.{inner}": inner_field for inner, inner_field in schema_keys(nested).items()}
     return keys
 
 
 def takes(field: FieldInfo) -> str:
     """The values that a key accepts, in words: "an integer, 1 or more, or null", or its choices."""
-    limits = [
-        form.format(f"{limit:g}" if isinstance(limit, float) else limit)
-        for each in field.metadata
-        for bound, form in _BOUNDS.items()
-        if (limit := getattr(each, bound, None)) not in (None, math.inf)
-    ]
-    return _takes(field.annotation, "".join(limits))
+    limits = ""
+    for constraint in field.metadata:
+        for bound, form in _BOUNDS.items():
+            limit = getattr(constraint, bound, None)
+            if limit is None or limit == math.inf:
+                continue
+            if isinstance(limit, float):
+                limit = f"{limit:g}"
+            limits += form.format(limit)
+    return _takes(field.annotation, limits)
 
 
 def _takes(annotation: Any, limits: str = "") -> str:
-    kind = typing.get_origin(annotation) or annotation
+    kind = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if kind is Annotated:
         return _takes(arguments[0], limits)
     if kind in (types.UnionType, typing.Union):
-        return (", or " if limits else " or ").join(_takes(argument, limits) for argument in arguments)
+        alternatives = [_takes(argument, limits) for argument in arguments]
+        if limits:
+            return ", or ".join(alternatives)
+        return " or ".join(alternatives)
     if kind is list:
         inner = _takes(arguments[0])
-        return f"some of {inner}" if choices_of(annotation) else f"a list of {inner.split()[-1]}s"
+        if choices_of(annotation):
+            return f"some of {inner}"
+        return f"a list of {inner.split()[-1]}s"
     if kind is typing.Literal:
         return ", ".join(arguments)
-    return _WORDS.get(kind, "a mapping") + (limits if kind in (int, float) else "")
+    if annotation in (int, float):
+        return _WORDS[annotation] + limits
+    return _WORDS.get(annotation, "a mapping")
 
 
 def user_errors(
@@ -266,36 +312,41 @@ def user_errors(
     """
     keys = schema_keys(block)
     named = set()
-    for each in error.errors():
-        path = [str(element) for element in each["loc"]]
-        kind = each["type"]
-        if kind in ("value_error", "assertion_error") and not isinstance(each["ctx"]["error"], UserError):
-            raise each["ctx"]["error"]
+    for detail in error.errors():
+        path = [str(element) for element in detail["loc"]]
+        kind = detail["type"]
+        if kind in ("value_error", "assertion_error") and not isinstance(detail["ctx"]["error"], UserError):
+            raise detail["ctx"]["error"]
         names = [".".join(path[:end]) for end in range(len(path), 0, -1)]
         source = next((sources[name] for name in names if name in sources), "")
         name = next((name for name in names if name in keys), "")
         if kind == "missing":
             yield UserError(file, f"{name} has no value", f"set it in the file or as {name}=…")
         elif kind == "extra_forbidden":
-            around = (block_of(keys[name].annotation) if name else None) or block
-            yield _in_source(source, _unknown_key(names[0], each["input"], keys, around))
+            around = block
+            if name:
+                around = block_of(keys[name].annotation) or block
+            yield _in_source(source, _unknown_key(names[0], detail["input"], keys, around))
         elif not name:
-            yield _with_sources(each["ctx"]["error"], sources)
-        elif name not in named:  # once for a list with several wrong values
+            yield _with_sources(detail["ctx"]["error"], sources)
+        elif name not in named:
+            # Once for a list with several wrong values.
             named.add(name)
-            yield _in_source(source, _wrong_value(name, names[0], values, keys[name], each))
+            yield _in_source(source, _wrong_value(name, names[0], values, keys[name], detail))
 
 
 def one_error(errors: Iterable[UserError]) -> UserError:
     """One error with a line for each of the errors; a single error as it is."""
-    first, *others = errors
-    if not others:
-        return first
-    return UserError(problem="\n".join(str(error) for error in [first, *others]))
+    listed = list(errors)
+    if len(listed) == 1:
+        return listed[0]
+    return UserError(problem="\n".join(str(error) for error in listed))
 
 
 def _in_source(source: str, error: UserError) -> UserError:
-    return error.within(source) if source else error
+    if not source:
+        return error
+    return error.within(source)
 
 
 def _unknown_key(name: str, value: Any, keys: Mapping[str, FieldInfo], around: type[ConfigBlock]) -> UserError:
@@ -310,9 +361,12 @@ def _unknown_key(name: str, value: Any, keys: Mapping[str, FieldInfo], around: t
     elsewhere = _hint_from_elsewhere(name, value, keys)
     is_known = last in _names_elsewhere() or ".".join(parts[-2:]) in _names_elsewhere()
     if not is_known and difflib.get_close_matches(name, keys, n=1, cutoff=0.8):
-        elsewhere = ""  # a misspelling of our own key
+        elsewhere = ""  # The key is a misspelling of our own key.
     same_ending = [key_name for key_name in keys if key_name.split(".")[-1] == last]
-    similar = difflib.get_close_matches(name, same_ending or keys, n=1, cutoff=0 if same_ending else 0.6)
+    if same_ending:
+        similar = difflib.get_close_matches(name, same_ending, n=1, cutoff=0)
+    else:
+        similar = difflib.get_close_matches(name, keys, n=1)
     if elsewhere:
         hint = f"{elsewhere} (docs/coming_from.md)"
     elif similar:
@@ -351,10 +405,14 @@ def _wrong_value(
     kind = error["type"]
     value = values
     for element in name.split("."):
-        value = value[element] if isinstance(value, Mapping) else getattr(value, element)
+        if isinstance(value, Mapping):
+            value = value[element]
+        else:
+            value = getattr(value, element)
     accepted = takes(field)
     choices = choices_of(field.annotation)
-    if isinstance(value, Mapping) and path != name:  # a value in a key's mapping, or a name in it
+    if isinstance(value, Mapping) and path != name:
+        # The wrong value is in the key's mapping, or it is a name in it.
         accepted = _takes(typing.get_args(field.annotation)[-1])
         if error["loc"][-1] == "[key]":
             accepted = "names that are texts"
@@ -379,9 +437,15 @@ def _wrong_value(
 
 def wrong_with_variables(values: Any) -> str | None:
     """The reason why a value cannot be the variables of a chat template; None if it can."""
-    if not isinstance(values, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in values):
+    if not isinstance(values, Mapping) or not all(map(_is_variable, values)):
         return "takes variables of the chat template by name, such as {enable_thinking: false}"
     reserved = [name for name in values if name in _TEMPLATE_ARGUMENTS]
     if "tools" in reserved:
         return "tools are no variable of this kind; give them by themselves, as a column or field `tools`"
-    return f"{reserved[0]} is set by recjax; remove it" if reserved else None
+    if reserved:
+        return f"{reserved[0]} is set by recjax; remove it"
+    return None
+
+
+def _is_variable(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier()

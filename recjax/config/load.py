@@ -117,10 +117,12 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     """A copy of a value with every text in it changed; names stay."""
     if isinstance(value, dict):
-        return {key: _with_texts(each, change) for key, each in value.items()}
+        return {key: _with_texts(element, change) for key, element in value.items()}
     if isinstance(value, list):
-        return [_with_texts(each, change) for each in value]
-    return change(value) if isinstance(value, str) else value
+        return [_with_texts(element, change) for element in value]
+    if isinstance(value, str):
+        return change(value)
+    return value
 
 
 def _parse_override(text: str) -> dict:
@@ -128,11 +130,13 @@ def _parse_override(text: str) -> dict:
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         form = "key=value, such as optimizer.learning_rate=1e-6"
         raise UserError("", f"override {text!r} is not of the form {form}")
-    accepted = takes(KEYS[key]) if key in KEYS else ""
+    accepted = ""
+    if key in KEYS:
+        accepted = takes(KEYS[key])
     is_text = accepted.startswith("text")
     is_yaml = accepted.startswith(("a list", "a mapping", "some of"))
     try:
-        value.encode()  # an argument that is not UTF-8
+        value.encode()  # This fails for an argument that is not UTF-8.
         parsed = read_override(value, takes_text=is_text, takes_yaml=is_yaml)
     except (UnicodeEncodeError, UserError) as error:
         raise UserError(f"override {text!r}", f"the value is not valid YAML ({error})") from error

@@ -39,7 +39,7 @@ Projection = Literal[
     "delta_output",
 ]
 # PEFT's names of projections.
-_OF_PEFT = {
+_PEFT_NAMES = {
     "q_proj": "query",
     "k_proj": "key",
     "v_proj": "value",
@@ -53,12 +53,15 @@ _OF_PEFT = {
     "in_proj_a": "delta_decay",
     "out_proj": "delta_output",
 }
-Targets = Annotated[
-    list[Projection],
-    pydantic.BeforeValidator(
-        lambda names: [_OF_PEFT.get(str(name), name) for name in names] if isinstance(names, list) else names
-    ),
-]
+
+
+def _without_peft_names(names: Any) -> Any:
+    if not isinstance(names, list):
+        return names
+    return [_PEFT_NAMES.get(str(name), name) for name in names]
+
+
+Targets = Annotated[list[Projection], pydantic.BeforeValidator(_without_peft_names)]
 Remat = Literal["none", "attention", "dots", "full"]
 Attention = Literal["auto", "plain", "cudnn", "cudnn_lengths", "splash"]
 

@@ -55,14 +55,11 @@ def optimizer_function(name: str) -> Callable[..., Any]:
 
     known = {}
     for module in (optax.contrib, optax):
-        for each, function in vars(module).items():
-            is_part = each.startswith(("_", "scale_by_"))
-            if (
-                inspect.isfunction(function)
-                and not is_part
-                and next(iter(_parameters(function)), "") == "learning_rate"
-            ):
-                known[each] = function
+        for optimizer, function in vars(module).items():
+            if optimizer.startswith(("_", "scale_by_")) or not inspect.isfunction(function):
+                continue
+            if next(iter(_parameters(function)), "") == "learning_rate":
+                known[optimizer] = function
     require(name != "rprop", NAME, name, "begins with steps as large as a learning rate, which recjax gives later")
     remedy = f"is no optimizer of optax; takes module:function or one of {', '.join(sorted(known))}"
     require(name in known, NAME, name, remedy + did_you_mean(name, known))
@@ -92,7 +89,9 @@ def checked_options(name: str, function: Callable[..., Any], options: Mapping[st
             raise UserError(place, elsewhere[option], value=value)
         remedy = f"is no option of {name}, which takes {', '.join(accepted)}{did_you_mean(option, accepted)}"
         require(takes_any or option in accepted, place, value, remedy)
-        default = parameters[option].default if option in parameters else None
+        default = None
+        if option in parameters:
+            default = parameters[option].default
         values[option] = _checked_value(place, default, value)
     for option in accepted:
         parameter = parameters[option]
@@ -133,8 +132,9 @@ def layer_matrices(params: dict) -> dict:
 
     def axes_of(path: tuple, leaf: Any) -> Any:
         names = jax.tree_util.keystr(path, simple=True, separator="/")
-        is_matrix = names.startswith("layers/") and names.endswith("/kernel")
-        return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if is_matrix else None
+        if names.startswith("layers/") and names.endswith("/kernel"):
+            return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+        return None
 
     return jax.tree_util.tree_map_with_path(axes_of, params)
 

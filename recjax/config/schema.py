@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import pydantic
 
 from recjax.algorithms.options import checked_value, described, did_you_mean
-from recjax.algorithms.reading import RESCORED, names_read
+from recjax.algorithms.reading import RESCORED
 from recjax.config.experience import EngineConfig, ExperienceConfig, RegimeConfig, RolloutConfig
 from recjax.config.fields import (
     HIGHEST_TEMPERATURE,
@@ -88,16 +88,22 @@ class AlgorithmConfig(ConfigBlock):
     @classmethod
     def _named(cls, value: Any) -> Any:
         """The block of an axis' short forms: the name of a function, or a function of a module."""
-        block = value if isinstance(value, Mapping) else {"name": value}
+        if isinstance(value, str):
+            return {"name": value}
+        block = value
+        if not isinstance(value, Mapping):
+            block = {"name": value}
         function = block.get("name")
-        if callable(function):
-            name = f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else "<object>"
-            if "<" in name or name.startswith("__main__:"):
-                raise UserError(
-                    problem="a config takes functions by name", remedy="define it in a module and give module:function"
-                )
-            return {**block, "name": name}
-        return block if isinstance(value, str) else value
+        if not callable(function):
+            return value
+        name = "<object>"
+        if hasattr(function, "__qualname__"):
+            name = f"{function.__module__}:{function.__qualname__}"
+        if "<" in name or name.startswith("__main__:"):
+            raise UserError(
+                problem="a config takes functions by name", remedy="define it in a module and give module:function"
+            )
+        return {**block, "name": name}
 
     def overrides(self) -> dict[str, dict[str, Any]]:
         """The axes that the user changed."""
@@ -112,8 +118,9 @@ class AlgorithmConfig(ConfigBlock):
     def ignores_singletons(self) -> bool:
         """True if the algorithm learns nothing from a group's only completion; False for a user's own advantage."""
         algorithm = self.build()
-        is_users = ":" in self.resolved().get("advantage", {"name": ""})["name"]
-        return algorithm.baseline == "group" and not algorithm.values_singletons and not is_users
+        if algorithm.baseline != "group" or algorithm.values_singletons:
+            return False
+        return ":" not in self.resolved().get("advantage", {"name": ""})["name"]
 
     def signal(self, task: TaskConfig) -> Literal["difference", "reward", "any"]:
         """The groups that the algorithm learns from.
@@ -122,14 +129,18 @@ class AlgorithmConfig(ConfigBlock):
         groups, because their rewards are compared with those of other groups, or something else teaches as well.
         """
         algorithm = self.build()
+        if algorithm.baseline == "batch" or algorithm.observations is not None:
+            return "any"
         # With {better}, only completions with a better one have a prompt of the teacher.
-        compares = "{better}" in (task.teacher_template or "")
-        teaches = algorithm.observations is not None or (algorithm.needs_teacher and not compares)
-        if algorithm.baseline == "batch" or teaches:
+        if algorithm.needs_teacher and not task.shows_better():
             return "any"
         if algorithm.baseline is None:
-            return "difference" if algorithm.needs_teacher else "any"
-        return "difference" if algorithm.baseline == "group" else "reward"
+            if algorithm.needs_teacher:
+                return "difference"
+            return "any"
+        if algorithm.baseline == "group":
+            return "difference"
+        return "reward"
 
     def check(self, config: "Config") -> None:
         """Refuses an algorithm that cannot be built, and contradictions between the algorithm and other blocks."""
@@ -163,7 +174,9 @@ class AlgorithmConfig(ConfigBlock):
                 value=teacher,
             )
         if algorithm.needs_teacher and not teacher:
-            axis = "teacher_divergence" if algorithm.distillation is None else "distillation"
+            axis = "distillation"
+            if algorithm.distillation is None:
+                axis = "teacher_divergence"
             raise UserError(
                 f"algorithm.{axis}",
                 "needs a teacher",
@@ -183,7 +196,9 @@ class AlgorithmConfig(ConfigBlock):
         reads_parts = algorithm.reads("reward_parts")
         reads_turns = algorithm.reads("turn_rewards", "token_turns")
         if config.task.truncated == "penalize" and (reads_parts or reads_turns):
-            which = "the rewards' parts" if reads_parts else "the rewards of turns"
+            which = "the rewards of turns"
+            if reads_parts:
+                which = "the rewards' parts"
             raise UserError(
                 "task.truncated",
                 f"replaces rewards, but this algorithm's advantage reads {which}",
@@ -205,8 +220,9 @@ class AlgorithmConfig(ConfigBlock):
                 "use another advantage",
             )
         experience = config.experience
-        has_stored = experience is not None and (experience.store or experience.mix)
-        if reads_turns and not config.task.agent and not has_stored:
+        if experience is not None and (experience.store or experience.mix):
+            return
+        if reads_turns and not config.task.agent:
             self._refuse(
                 "advantage", "reads the turns of agents", "set task.agent or experience.store, or use another advantage"
             )
@@ -220,7 +236,9 @@ class AlgorithmConfig(ConfigBlock):
                     "needs an agent's observations, which completions of a single turn lack",
                     "set task.agent or experience.follow, or remove it",
                 )
-        elif problem := self.problem_with_trajectories():
+            return
+        problem = self.problem_with_trajectories()
+        if problem:
             self._refuse("advantage", problem)
 
     def _check_sizes(self, algorithm: "Algorithm", config: "Config") -> None:
@@ -242,26 +260,27 @@ class AlgorithmConfig(ConfigBlock):
             raise UserError(
                 "rollout.prompts_per_step", f"{name} is always 0 for a batch's only completion", "raise it", value=1
             )
-        template = config.task.teacher_template
-        if rollout.group_size == 1 and "{better}" in (template or ""):
+        if rollout.group_size == 1 and config.task.shows_better():
             raise UserError(
                 "task.teacher_template",
                 "names {better}, which a prompt's only completion never has",
                 "raise rollout.group_size",
-                value=template,
+                value=config.task.teacher_template,
             )
 
     def _refuse(self, axis: str, problem: str, remedy: str = "") -> NoReturn:
         """Refuses an axis, or the preset if the preset sets the axis."""
-        name = axis if getattr(self, axis) else "preset"
+        name = "preset"
+        if getattr(self, axis):
+            name = axis
         raise UserError(f"algorithm.{name}", problem, remedy, value=getattr(self, name))
 
     def problem_with_trajectories(self) -> str:
         """The reason why the algorithm cannot train on agents' trajectories; empty if it can."""
         algorithm = self.build()
-        names = {*names_read(algorithm.advantage)}
-        of_tokens = names & {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
-        if algorithm.objective is not None or not of_tokens or "trajectories" in names:
+        names = set(algorithm.advantage.reads)
+        token_names = {"completion_mask", "scored_logprobs", "scored_log_ratio", "scored_entropy"}
+        if algorithm.objective is not None or names.isdisjoint(token_names) or "trajectories" in names:
             return ""
         return "computes advantages of tokens; trajectories need advantages of whole trajectories or of turns"
 
@@ -544,7 +563,7 @@ class TrainingConfig(ConfigBlock):
                 " (rollout.prompts_per_step / training.minibatches)",
                 value=chosen,
             )
-        if not RESCORED.isdisjoint(names_read(config.algorithm.build().advantage)):
+        if not RESCORED.isdisjoint(config.algorithm.build().advantage.reads):
             raise UserError(
                 "training.minibatches",
                 "does not work with an advantage that reads scored log-probs or entropies, which each update"
@@ -704,12 +723,16 @@ class Config(ConfigBlock):
     @property
     def demonstrations(self) -> str | None:
         """The file of demonstrations that the warm start trains on; None if it has none."""
-        return None if self.warm_start is None else self.warm_start.demonstrations
+        if self.warm_start is None:
+            return None
+        return self.warm_start.demonstrations
 
     @property
     def seed_of_base(self) -> int:
         """The seed of the base policy and of the split into train and held-out problems."""
-        return self.seed if self.base_seed is None else self.base_seed
+        if self.base_seed is None:
+            return self.seed
+        return self.base_seed
 
     @property
     def follows(self) -> bool:
@@ -725,8 +748,7 @@ class Config(ConfigBlock):
     def sampled_groups(self) -> int:
         """Number of groups in a batch that a sampling run takes from no store."""
         count = self.rollout.prompts_per_step
-        mix = self.experience and self.experience.mix
-        return count - (round(mix.share * count) if mix and mix.of == "batch" else 0)
+        return count - round(self._mixed_share("batch") * count)
 
     @property
     def stored_groups(self) -> int:
@@ -739,9 +761,15 @@ class Config(ConfigBlock):
     @property
     def own_counts(self) -> tuple[int, int]:
         """Number of groups in a batch, and of completions in each group, that come from no store at rest."""
-        mix = self.experience and self.experience.mix
-        in_group = round(mix.share * self.rollout.group_size) if mix and mix.of == "group" else 0
-        return self.rollout.prompts_per_step - self.stored_groups, self.rollout.group_size - in_group
+        groups = self.rollout.prompts_per_step - self.stored_groups
+        stored_completions = round(self._mixed_share("group") * self.rollout.group_size)
+        return groups, self.rollout.group_size - stored_completions
+
+    def _mixed_share(self, unit: str) -> float:
+        """The share of a store in every batch or group; 0 if the run mixes none, or by the other unit."""
+        if self.experience is None or self.experience.mix is None or self.experience.mix.of != unit:
+            return 0.0
+        return self.experience.mix.share
 
     def verdict_reader(self, task: str) -> str | None:
         """The key that reads which completions of a task are accurate; None if no key does."""
@@ -750,7 +778,9 @@ class Config(ConfigBlock):
         if self.task.curriculum:
             return "task.curriculum"
         metric = re.fullmatch(r"-?(evaluation/)?(accuracy|right_and_ended)(/(.*))?", self.training.keep_best or "")
-        return "training.keep_best" if metric and metric[4] in (None, task) else None
+        if metric and metric[4] in (None, task):
+            return "training.keep_best"
+        return None
 
     @property
     def samples_training_data(self) -> bool:
@@ -760,7 +790,9 @@ class Config(ConfigBlock):
     @property
     def record_file(self) -> Path | None:
         """The store in which the run records the completions that the policy samples; None if it records none."""
-        return Path(self.output) / "experience.db" if self.experience and self.experience.record else None
+        if self.experience is None or not self.experience.record:
+            return None
+        return Path(self.output) / "experience.db"
 
     def micro_batches(self, positions: int, shards: int = 1) -> int:
         """Number of micro-batches of a step whose completions are not packed.
@@ -782,13 +814,16 @@ def resumable_keys(config: Config) -> list[str]:
     """The keys that `training.resume_with` may name."""
     fixed = ("optimizer.state", "optimizer.name", "optimizer.options")  # an optimizer's state fits no other optimizer
     keys = [name for name in KEYS if name.startswith("optimizer.") and name not in fixed]
-    axes = config.algorithm.resolved()
-    return keys + [f"algorithm.{axis}.{option}" for axis in axes for option in axes[axis] if option != "name"]
+    for axis, block in config.algorithm.resolved().items():
+        keys += [f"algorithm.{axis}.{option}" for option in block if option != "name"]
+    return keys
 
 
 def full_name(name: str, value: Any) -> str:
     """The dotted key that a program means with a name of SHORT_NAMES; `model` and `algorithm` are also blocks."""
-    return name if isinstance(value, Mapping) else SHORT_NAMES.get(name, name)
+    if isinstance(value, Mapping):
+        return name
+    return SHORT_NAMES.get(name, name)
 
 
 # Names in programs for the keys that most runs set: `Config.replace(steps=80)`, `recjax.run(model="…", steps=80)`.

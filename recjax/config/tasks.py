@@ -115,11 +115,19 @@ LESSONS = ("answer", "better", "feedback")  # names in task.teacher_template bes
 def _wrong_with_template(template: str) -> str | None:
     remedy = f"must hold {{prompt}}, and may hold {{{'}, {'.join(LESSONS)}}}, without a width or a conversion"
     try:
-        fields = {tuple(field) for _, *field in string.Formatter().parse(template) if field[0] is not None}
+        parsed = list(string.Formatter().parse(template))
     except ValueError as error:
         return f"{remedy} ({error})"
-    known = {(name, "", None) for name in ("prompt", *LESSONS)}
-    return None if ("prompt", "", None) in fields and fields <= known else remedy
+    names = set()
+    for _, name, form, conversion in parsed:
+        if name is None:
+            continue
+        if form or conversion:
+            return remedy
+        names.add(name)
+    if "prompt" in names and names.issubset(["prompt", *LESSONS]):
+        return None
+    return remedy
 
 
 class OneTask(ConfigBlock):
@@ -184,10 +192,13 @@ class OneTask(ConfigBlock):
         if self.reward is not None:
             return self.reward
         name = self.chosen()
+        if name == "arithmetic" and self.arithmetic is not None and self.arithmetic.worked:
+            return f"{_SIMPLE}last_number_match"
         if name in ("arithmetic", "file"):
-            worked = name == "arithmetic" and self.arithmetic is not None and self.arithmetic.worked
-            return f"{_SIMPLE}{'last_number_match' if worked else 'number_match'}"
-        return "tool_calls" if name == "toolace" else name
+            return f"{_SIMPLE}number_match"
+        if name == "toolace":
+            return "tool_calls"
+        return name
 
     def check_task(self, block_key: str, by_agent: bool) -> None:
         """Refuses an unknown reward, and settings without effect.
@@ -283,6 +294,13 @@ class CurriculumConfig(ConfigBlock):
 AgentName = Annotated[str, spelled("tools|environment|.*:.*", "takes module:function, tools or environment")]
 
 
+def _listed(names: list[str]) -> str:
+    """Names in words; "none" for no names."""
+    if not names:
+        return "none"
+    return " and ".join(names)
+
+
 class TaskConfig(OneTask):
     """Problems and their rewards. A text instead of the block names a task: task: gsm8k.
 
@@ -369,14 +387,15 @@ class TaskConfig(OneTask):
     @pydantic.field_validator("mixture")
     @classmethod
     def _check_mixture(cls, tasks: dict[str, MixedTask] | None) -> dict[str, MixedTask] | None:
-        for name, task in (tasks or {}).items():
+        if tasks is None:
+            return None
+        for name, task in tasks.items():
             if not re.fullmatch(r"[\w-]+", name):
                 raise UserError(problem=f"the name {name!r} of a task must consist of letters, digits, _ and -")
             chosen = [choice for choice in TASKS if getattr(task, choice) is not None]
             if len(chosen) != 1:
-                listed = " and ".join(chosen) or "none"
-                raise UserError(name, f"give exactly one of {', '.join(TASKS)}", f"found {listed}")
-        if tasks is not None and not any(task.weight for task in tasks.values()):
+                raise UserError(name, f"give exactly one of {', '.join(TASKS)}", f"found {_listed(chosen)}")
+        if not any(task.weight for task in tasks.values()):
             raise UserError(problem="no task has a weight above 0", remedy="raise one")
         return tasks
 
@@ -390,11 +409,19 @@ class TaskConfig(OneTask):
 
     def tasks(self) -> dict[str, OneTask]:
         """The tasks of the mixture by name, in the names' order; without a mixture, this task with the name ""."""
-        return {name: self.mixture[name] for name in sorted(self.mixture)} if self.mixture else {"": self}
+        if not self.mixture:
+            return {"": self}
+        return {name: self.mixture[name] for name in sorted(self.mixture)}
 
     def of(self, name: Any) -> OneTask:
         """The mixture's task of this name; this task without a mixture, and for a value that is no name of a task."""
-        return self.mixture[name] if self.mixture and isinstance(name, str) and name in self.mixture else self
+        if self.mixture and isinstance(name, str) and name in self.mixture:
+            return self.mixture[name]
+        return self
+
+    def shows_better(self) -> bool:
+        """True if the teacher's prompt shows a better completion of the same group."""
+        return self.teacher_template is not None and "{better}" in self.teacher_template
 
     def shares(self) -> dict[str, float]:
         """The expected share of each task in the prompts of a batch."""
@@ -403,18 +430,24 @@ class TaskConfig(OneTask):
 
     def chosen(self) -> str:
         """The name of the task, or the names of the mixture's tasks."""
-        return " + ".join(self.tasks()) if self.mixture else super().chosen()
+        if not self.mixture:
+            return super().chosen()
+        return " + ".join(self.tasks())
 
     def reward_name(self) -> str:
         """The reward of the task, or the rewards of the mixture's tasks."""
-        names = (task.reward_name() for task in self.tasks().values())
-        return ", ".join(dict.fromkeys(names)) if self.mixture else super().reward_name()
+        if not self.mixture:
+            return super().reward_name()
+        return ", ".join(dict.fromkeys(task.reward_name() for task in self.tasks().values()))
 
     @property
     def trained_seats(self) -> list[str]:
         """The seats to train on; without seats, the agent's only one, with the name ""."""
-        of_policy = [name for name, player in self.seats.items() if player == POLICY]
-        return (self.train_seats or of_policy) if self.seats else [""]
+        if not self.seats:
+            return [""]
+        if self.train_seats:
+            return self.train_seats
+        return [name for name, player in self.seats.items() if player == POLICY]
 
     def seat_version(self, seat: str, version: int) -> int:
         """Optimizer updates of the weights that play a seat, other than a script's.
@@ -428,27 +461,32 @@ class TaskConfig(OneTask):
 
     def older_versions(self, versions: Iterable[int]) -> set[int]:
         """Versions of frozen weights that play a seat while the sampler's weights have one of `versions`."""
-        frozen = [name for name, player in self.seats.items() if player == INITIAL or isinstance(player, int)]
-        return {self.seat_version(name, version) for name in frozen for version in versions}
+        older: set[int] = set()
+        for name, player in self.seats.items():
+            if player == INITIAL or isinstance(player, int):
+                older.update(self.seat_version(name, version) for version in versions)
+        return older
 
     def most_older_versions(self, steps: int) -> int:
         """The largest number of older versions that play seats in the same batch, in a run with `steps` updates."""
-        return max(len(self.older_versions([version]) - {version}) for version in range(steps + 1)) if self.seats else 0
+        if not self.seats:
+            return 0
+        return max(len(self.older_versions([version]) - {version}) for version in range(steps + 1))
 
     def check(self, config: "Config") -> None:
         """Refuses several tasks, unknown rewards, impossible seats, and settings that have no effect."""
         choices = [f"task.{name}" for name in (*TASKS, "mixture")]
         chosen = [name for name in choices if value_of(config, name) is not None]
         if len(chosen) != 1:
-            raise UserError(
-                "task", f"give exactly one of {', '.join(choices)}", f"found {' and '.join(chosen) or 'none'}"
-            )
+            raise UserError("task", f"give exactly one of {', '.join(choices)}", f"found {_listed(chosen)}")
         if self.mixture:
             names = [name for name in OneTask.model_fields if name not in TASKS]
             refuse_with(config, [f"task.{name}" for name in names], "task.mixture")
         self._check_data(config)
         for name, task in self.tasks().items():
-            block_key = f"task.mixture.{name}" if name else "task"
+            block_key = "task"
+            if name:
+                block_key = f"task.mixture.{name}"
             task.check_task(block_key, self.agent is not None)
             for part_name, needed in ((TURNS, "agent"), (ROWS, "agent"), (OVERLONG, "overlong_tokens")):
                 if part_name in task.reward_weights and getattr(self, needed) is None:
@@ -558,7 +596,7 @@ class TaskConfig(OneTask):
                 "set one to policy, or name one in task.train_seats",
                 value=self.seats,
             )
-        if len({*trained} & {*self.seats}) < len(trained):
+        if len(set(trained).intersection(self.seats)) < len(trained):
             raise UserError(
                 "task.train_seats",
                 f"names seats of task.seats, each once: {', '.join(self.seats)}",
@@ -618,7 +656,9 @@ def named_task(value: Any) -> Any:
         return {name: {"name": generator}}
     names = [f"{task}:GENERATOR" if task == "reasoning_gym" else task for task in TASKS]
     if value not in names or colon:
-        hint = did_you_mean(value, names).removeprefix("; ") or f"it takes {', '.join(names)}, or a block"
+        hint = did_you_mean(value, names).removeprefix("; ")
+        if not hint:
+            hint = f"it takes {', '.join(names)}, or a block"
         raise UserError(problem="names no task", remedy=hint)
     return {name: {}}
 

@@ -18,11 +18,11 @@ _WHOLE = r"(?:0|[1-9][0-9]*)"
 # In this order: a plain scalar has the type of the first pattern that matches all of the text.
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    "int": (rf"[-+]?{_WHOLE}", [*"-+0123456789"]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (rf"[-+]?{_WHOLE}", list("-+0123456789")),
     "float": (
         rf"[-+]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        [*"-+.0123456789"],
+        list("-+.0123456789"),
     ),
     "merge": (r"<<", ["<"]),
 }
@@ -40,12 +40,17 @@ class _Rules:
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         seen = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if key.tag != f"{_TAG}merge" and isinstance(key, yaml.ScalarNode):
-                if (same := (key.tag, key.value)) in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
-                seen.add(same)
-        return super().construct_mapping(node, deep=deep)  # type: ignore  # of the loader next to this class
+        pairs = []
+        if isinstance(node, yaml.MappingNode):
+            pairs = node.value
+        for key, _ in pairs:
+            if key.tag == f"{_TAG}merge" or not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+            seen.add((key.tag, key.value))
+        # The readers inherit the method from their YAML loader.
+        return super().construct_mapping(node, deep=deep)  # type: ignore
 
 
 class _Loader(_Rules, yaml.SafeLoader):
@@ -89,7 +94,9 @@ class _Dumper(yaml.SafeDumper):
     """Writes YAML for `_Loader` and for readers of YAML 1.1: quotes text that either would read as a value."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        style = '"' if any(character in data for character in _BREAKS) else None
+        style = None
+        if any(character in data for character in _BREAKS):
+            style = '"'
         return self.represent_scalar(f"{_TAG}str", data, style=style)
 
 
@@ -100,7 +107,8 @@ for _class in (_Loader, _FastLoader):
     _class.add_constructor(f"{_TAG}int", lambda loader, node: int(loader.construct_scalar(node)))
 _Dumper.add_representer(str, _Dumper.represent_str)
 
-_MOST_VALUES = 100_000  # of one file
+# The largest number of values in a file.
+_MOST_VALUES = 100_000
 
 
 def read_yaml(text: str, literal: bool = False) -> Any:
@@ -112,11 +120,12 @@ def read_yaml(text: str, literal: bool = False) -> Any:
         UserError: it is no YAML, or several documents.
     """
     try:
-        if not literal:
-            # What libyaml refuses is read again, for an error with the line, or for a value that only Python reads.
-            with contextlib.suppress(yaml.YAMLError, ValueError, TypeError):
-                return _value(_FastLoader(text))
-        return _value((_Literal if literal else _Loader)(text))
+        if literal:
+            return _value(_Literal(text))
+        # What libyaml refuses is read again, for an error with the line, or for a value that only Python reads.
+        with contextlib.suppress(yaml.YAMLError, ValueError, TypeError):
+            return _value(_FastLoader(text))
+        return _value(_Loader(text))
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise UserError(problem=" ".join(str(error).split())) from error
     except RecursionError as error:
@@ -125,7 +134,9 @@ def read_yaml(text: str, literal: bool = False) -> Any:
 
 def _value(loader: yaml.SafeLoader | _FastLoader) -> Any:
     node = loader.get_single_node()
-    return None if node is None else loader.construct_object(node, deep=True)
+    if node is None:
+        return None
+    return loader.construct_object(node, deep=True)
 
 
 def read_yaml_file(path: str | Path) -> Any:
@@ -137,7 +148,8 @@ def read_yaml_file(path: str | Path) -> Any:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        reason = f"not a file that can be read ({(error.strerror or str(error)).lower()})"
+        cause = error.strerror or str(error)
+        reason = f"not a file that can be read ({cause.lower()})"
         remedy = ""
         if Path(path).parts[:1] == ("experiments",) and not Path("experiments").is_dir():
             remedy = "experiments/ is a folder of recjax's repository: give the command there"
@@ -154,17 +166,18 @@ def read_yaml_file(path: str | Path) -> Any:
         raise UserError(str(path), f"not a valid YAML file ({error})") from error
     # Aliases repeat values, and a few lines of them can stand for billions.
     pending = [value]
-    for count, each in enumerate(pending):  # the list grows
+    # The list grows in the loop.
+    for count, element in enumerate(pending):
         if count == _MOST_VALUES:
             raise UserError(
                 str(path),
                 f"not a valid YAML file (has more than {_MOST_VALUES:,} values, with those that aliases repeat)",
                 "remove aliases",
             )
-        if isinstance(each, dict):
-            pending += each.values()
-        elif isinstance(each, list):
-            pending += each
+        if isinstance(element, dict):
+            pending += element.values()
+        elif isinstance(element, list):
+            pending += element
     return value
 
 
@@ -175,7 +188,9 @@ def write_yaml(value: Any, flow: bool = False) -> str:
         flow: on one line, as an override's value.
     """
     text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=10**9)
-    return text.removesuffix("\n...\n").removesuffix("\n") if flow else text
+    if flow:
+        return text.removesuffix("\n...\n").removesuffix("\n")
+    return text
 
 
 def read_scalar(text: str) -> Any:
@@ -187,7 +202,9 @@ def read_scalar(text: str) -> Any:
     """
     plain = text.strip(" ")
     tag = _Loader(" ").resolve(yaml.ScalarNode, plain, (True, False))
-    return text if tag in (f"{_TAG}str", f"{_TAG}merge") else read_yaml(plain)
+    if tag in (f"{_TAG}str", f"{_TAG}merge"):
+        return text
+    return read_yaml(plain)
 
 
 def read_override(text: str, takes_text: bool = False, takes_yaml: bool = False) -> Any:
@@ -200,23 +217,36 @@ def read_override(text: str, takes_text: bool = False, takes_yaml: bool = False)
     Raises:
         UserError: no YAML.
     """
-    begins = text.lstrip()[:1]
+    is_quoted = text.lstrip().startswith(("'", '"'))
     if takes_text:
-        if begins in ("'", '"'):
-            try:
-                value = read_yaml(text, literal=True)
-            except UserError:
-                return text
-            return value if isinstance(value, str) else text
-        return None if text in ("", "null", "~") else text
-    return read_yaml(text, literal=True) if takes_yaml or begins in tuple("[{'\"") else read_scalar(text)
+        return _read_text(text, is_quoted)
+    if takes_yaml or is_quoted or text.lstrip().startswith(("[", "{")):
+        return read_yaml(text, literal=True)
+    return read_scalar(text)
+
+
+def _read_text(text: str, is_quoted: bool) -> str | None:
+    """An override of a key that takes text: without enclosing quotes; None for null and for empty text."""
+    if text in ("", "null", "~"):
+        return None
+    if not is_quoted:
+        return text
+    try:
+        value = read_yaml(text, literal=True)
+    except UserError:
+        return text
+    if isinstance(value, str):
+        return value
+    return text
 
 
 def write_override(key: str, value: Any) -> str:
     """The `key=value` that `read_override` reads back for any key; on one line."""
-    plain = isinstance(value, str) and value.isprintable() and value[:1] not in "[{'\""
-    plain = plain and value == read_override(value, takes_text=True) == read_scalar(value)
-    return f"{key}={value if plain else write_yaml(value, flow=True)}"
+    if isinstance(value, str) and value.isprintable() and not value.startswith(("[", "{", "'", '"')):
+        # Plain text, if keys of every kind read it as the same text.
+        if value and value == read_override(value, takes_text=True) == read_scalar(value):
+            return f"{key}={value}"
+    return f"{key}={write_yaml(value, flow=True)}"
 
 
 def read_decimal(value: Any) -> Any:
@@ -228,5 +258,6 @@ def read_decimal(value: Any) -> Any:
     """
     if not isinstance(value, str) or not _DECIMAL.fullmatch(value):
         return value
-    is_whole = re.fullmatch(r"[-+]?[0-9_]+", value)
-    return int(value) if is_whole else float(value.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if re.fullmatch(r"[-+]?[0-9_]+", value):
+        return int(value)
+    return float(value.lower().replace(".inf", "inf").replace(".nan", "nan"))

@@ -133,8 +133,11 @@ PRIORITIES: dict[str, Callable[[Judge, Group], float]] = {
 def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
     """Builds the `Judge` that matches the algorithm and task of a config."""
     algorithm = config.algorithm.build()
-    options = getattr(algorithm.advantage, "keywords", {})
-    discount = options.get("discount", 1.0) if algorithm.reads("turn_rewards") else None
+    discount = None
+    if algorithm.reads("turn_rewards"):
+        discount = algorithm.advantage.option("discount")
+        if discount is None:
+            discount = 1.0
     return Judge(
         config.task,
         part_weights if algorithm.reads("reward_parts") else None,

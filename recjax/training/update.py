@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms, TokenTerms
 from recjax.algorithms.presets import free_options
-from recjax.algorithms.reading import call
-from recjax.algorithms.terms import Term, terms_of
+from recjax.algorithms.terms import term_metrics
 from recjax.config import Config, OptimizerConfig
 from recjax.config.model import POLICY
 from recjax.config.optimizers import build_optimizer, optimizer_function
@@ -200,19 +199,6 @@ class _Sums(NamedTuple):
     load: Load | tuple[()]
 
 
-class _Measured(NamedTuple):
-    """Values of the whole batch that metrics of terms read by name; those of tokens are undefined where masked."""
-
-    logprobs: Float[Array, "batch time"]
-    completion_mask: Bool[Array, "batch time"]
-    teacher_logprobs: Float[Array, "batch time"] | None
-    taught: Bool[Array, " batch"] | None
-    observation_weights: Float[Array, "batch time"] | None
-    divergence: Float[Array, "batch time"] | None
-    behavior_top_logprobs: Float[Array, "batch time count"] | None
-    load: Load | tuple[()]
-
-
 class _Devices(NamedTuple):
     """The division of a batch over the devices of a `jax.pmap`; one share without an axis name.
 
@@ -278,12 +264,20 @@ def update(
         devices.whole, (scores.logprobs, batch.behavior_logprobs, scores.entropy, mask, scores.divergence)
     )
     metrics |= diagnostics.diagnose(algorithm, all_rows, logprobs, behavior_logprobs, entropy, mask)
-    observed = all_rows.teacher_logprobs, all_rows.taught, all_rows.observation_weights
-    top = jax.tree.map(devices.whole, _behavior_top(recipe, batch))
-    measured = _Measured(logprobs, mask, *observed, divergence, top, sums.load)
-    for term in (*terms_of(algorithm), *_model_terms(recipe)):
-        if term.metrics is not None:
-            metrics |= call(term.metrics, measured)
+    metrics |= term_metrics(
+        algorithm,
+        logprobs=logprobs,
+        completion_mask=mask,
+        teacher_logprobs=all_rows.teacher_logprobs,
+        taught=all_rows.taught,
+        observation_weights=all_rows.observation_weights,
+        divergence=divergence,
+        behavior_top_logprobs=jax.tree.map(devices.whole, _behavior_top(recipe, batch)),
+    )
+    experts = recipe.decoder.config.experts
+    if experts is not None:
+        assert isinstance(sums.load, Load)
+        metrics |= load_metrics(sums.load, experts.per_token)
     tokens = TokenResults(logprobs, losses.token_terms(algorithm, logprobs, behavior_logprobs, all_rows, mask))
     return new_state, metrics, tokens
 
@@ -360,7 +354,7 @@ def _summed(
     compared = None
     if divergence is not None:
         assert recipe.teacher is not None
-        compared = Compared(recipe.teacher, _teacher_params(state, context), divergence)
+        compared = Compared(recipe.teacher, _teacher_params(state, context), divergence.bound())
     # Gradients of unrolled layers are summed in that form: each micro-batch would stack them otherwise.
     params = params_for(decoder, state.params)
 
@@ -393,12 +387,17 @@ def _summed(
                 part_rows,
                 part.completion_mask,
                 losses.TermScores(
-                    reference, scores.entropy, scores.divergence, scores.top_logprobs, _behavior_top(recipe, part)
+                    reference_logprobs=reference,
+                    entropy=scores.entropy,
+                    divergence=scores.divergence,
+                    top_logprobs=scores.top_logprobs,
+                    behavior_top_logprobs=_behavior_top(recipe, part),
                 ),
             )
-            for term in _model_terms(recipe):
-                if term.total is not None:
-                    total += call(term.total, _ModelValues(scores.load, count))
+            if experts is not None and recipe.expert_balance:
+                assert isinstance(scores.load, Load)
+                # Times the count, because the loss is divided by the count of all micro-batches.
+                total += recipe.expert_balance * count * balance_loss(scores.load, experts.per_token)
             return total, (count, scores)
 
         (total, (count, scores)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(params)
@@ -418,35 +417,6 @@ def _summed(
 def _behavior_top(recipe: Recipe, batch: Batch) -> Float[Array, "batch time count"] | None:
     """The recorded log-probs of the sampler's top tokens, if the algorithm reads them."""
     return None if recipe.algorithm.score_centering is None else batch.recorded.get(TOP_LOGPROBS)
-
-
-class _ModelValues(NamedTuple):
-    """Values of a micro-batch that terms of the model read by name."""
-
-    load: Load | tuple[()]
-    count: Float[Array, ""]
-
-
-def _model_terms(recipe: Recipe) -> tuple[Term, ...]:
-    """The terms of the decoder, which need no algorithm: the balance of a mixture's experts."""
-    experts = recipe.decoder.config.experts
-    if experts is None:
-        return ()
-    balance = None
-    if recipe.expert_balance:
-        balance = functools.partial(_balance_sum, weight=recipe.expert_balance, per_token=experts.per_token)
-    return (
-        Term("expert_balance", total=balance, metrics=functools.partial(_load_metrics, per_token=experts.per_token)),
-    )
-
-
-def _balance_sum(load: Load, count: Float[Array, ""], *, weight: float, per_token: int) -> Float[Array, ""]:
-    # Times the count, because the loss is divided by the count of all micro-batches.
-    return weight * count * balance_loss(load, per_token)
-
-
-def _load_metrics(load: Load, *, per_token: int) -> dict[str, Float[Array, ""]]:
-    return load_metrics(load, per_token)
 
 
 def _stepped(

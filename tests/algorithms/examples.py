@@ -8,6 +8,7 @@ import numpy as np
 
 from recjax.algorithms import losses
 from recjax.algorithms.presets import PRESETS
+from recjax.algorithms.reading import names_read
 
 # Uneven, interleaved, negative ids; one group of one.
 GROUP_IDS = np.array([7, -3, 7, 2, -3, 7, -3, 40, -3, 2, 11, 5, 2, 11, 7, 5], np.int32)
@@ -108,7 +109,7 @@ def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None 
     def total(logprobs, entropy):
         scores = logits_of(logprobs, OWN), logits_of(x.reference_logprobs, THEIRS)
         scores = [jnp.where(x.completion_mask[..., None], one, 0.0) for one in scores]
-        divergence = algorithm.teacher_divergence and algorithm.teacher_divergence(*scores)
+        divergence = algorithm.teacher_divergence and algorithm.teacher_divergence.bound()(*scores)
         value, count = losses.loss(
             algorithm,
             logprobs,
@@ -121,6 +122,11 @@ def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None 
 
     gradient, value = jax.grad(total, argnums=(0, 1), has_aux=True)(x.logprobs, x.entropy)
     return value, gradient
+
+
+def called(function, values, **options):
+    """The result of a function, which reads the values that its positional parameters name."""
+    return function(*(values.get(name) for name in names_read(function)), **options)
 
 
 def members(group_ids, kept, row):

@@ -85,6 +85,11 @@ def row_sums(logprobs):
     return logprobs.sum(-1)
 
 
+def token_sums(per_token):
+    """A sum without a count."""
+    return per_token.sum(-1)
+
+
 def mostly_certain_rows(scored_entropy):
     return (scored_entropy < 1).all(-1)
 

@@ -1,7 +1,6 @@
 """Advantages: against loops, and what must hold for any grouping."""
 
 import functools
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -16,8 +15,7 @@ from recjax.algorithms import advantages
 from recjax.algorithms.axes import AXES
 from recjax.algorithms.losses import BatchValues, row_terms
 from recjax.algorithms.presets import build_algorithm
-from recjax.algorithms.reading import call
-from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, group_mean_loop, members
+from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, called, group_mean_loop, members
 from tests.closeness import assert_close
 
 KEPT = np.arange(ROWS) % 5 != 4
@@ -90,7 +88,7 @@ def test_values_to_check_by_hand():
     chex.assert_trees_all_close(normalized, jnp.array([-(2**0.5), 0, 0, 2**0.5]), rtol=1e-5)
 
 
-def test_the_two_standard_deviations_are_as_far_apart_as_the_paper_notes():
+def test_standard_deviations_differ_as_the_paper_notes():
     rewards, group_ids, kept = jnp.arange(8.0), jnp.zeros(8, int), jnp.ones(8, bool)
     normalized = jax.jit(lambda *x: [advantages.group_normalized_advantages(*x, ddof=ddof) for ddof in (0, 1)])
     zero, one = map(np.asarray, normalized(rewards, group_ids, kept))
@@ -137,7 +135,7 @@ def advantages_of_equals(reward, group_ids, kept, lengths, is_right, names=froze
     """By function and options: advantages of a batch of equal rewards, whose last two parts cancel each other."""
     rewards, mask = jnp.full(MANY, reward), jnp.arange(TIME) < lengths[:, None]
     right = jnp.where(is_right, jnp.float32(0.3), 0)
-    values = SimpleNamespace(
+    values = dict(
         rewards=rewards,
         group_ids=group_ids,
         kept=kept & mask.any(-1),
@@ -150,7 +148,7 @@ def advantages_of_equals(reward, group_ids, kept, lengths, is_right, names=froze
         trajectories=None,
     )
     return {
-        f"{name} {options}": call(functools.partial(AXES["advantage"][name], **options), values)
+        f"{name} {options}": called(AXES["advantage"][name], values, **options)
         for name in sorted(names - WITHOUT_MEAN)
         for options in OPTIONS.get(name, [{}])
     }

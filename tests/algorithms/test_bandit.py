@@ -96,7 +96,7 @@ def test_red_weight_escapes_the_second_arm():
 
 
 @pytest.mark.parametrize("tau", [0.1, 1.0])
-def test_the_consistency_loss_finds_the_surrogates_optimum_from_any_data(tau):
+def test_consistency_loss_finds_the_optimum_from_any_data(tau):
     policy = final_policy("pairwise_consistency", {"objective": {"tau": tau}}, rate=1.0 / tau**2, steps=20000)
     optimum = BEHAVIOR * jnp.exp(REWARDS / tau)
     np.testing.assert_allclose(policy, optimum / optimum.sum(), atol=1e-3)

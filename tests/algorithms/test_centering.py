@@ -74,7 +74,7 @@ def mean_gradient(algorithm, advantage, top: int):
 @pytest.mark.parametrize("top", [4, VOCAB])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_the_mean_of_the_gradient_under_the_sampler_is_removed(name, advantage, top):
+def test_mean_gradient_under_the_sampler_is_removed(name, advantage, top):
     (bias, centered), (_, half) = (mean_gradients(name, top)(advantage, coefficient) for coefficient in (1.0, 0.5))
     np.testing.assert_allclose(centered, 0.0, atol=1e-6)
     # An exact importance weight is the only one without a bias.
@@ -82,7 +82,7 @@ def test_the_mean_of_the_gradient_under_the_sampler_is_removed(name, advantage, 
     np.testing.assert_allclose(half, bias / 2, atol=1e-6)
 
 
-def test_tokens_outside_of_the_recorded_ones_keep_only_their_own_bias():
+def test_unrecorded_tokens_keep_only_their_own_bias():
     logits, behavior, ids = distributions(4)
     policy = np.exp(np.asarray(logits, float))
     policy /= policy.sum()

@@ -47,7 +47,7 @@ def test_behavior_kl(estimator, of_token):
     np.testing.assert_allclose(diagnostics.behavior_kl(LOG_RATIO, MASK, estimator=estimator), expected, rtol=1e-5)
 
 
-def test_k1_and_k3_average_to_the_kl_of_behavior_to_policy():
+def test_k1_and_k3_average_to_the_behavior_kl():
     behavior, policy = np.array([0.3, 0.6, 0.1]), np.array([0.2, 0.3, 0.5])
     drawn = np.repeat(np.arange(3), [3, 6, 1])
     log_ratio = jnp.asarray(np.log(policy / behavior)[drawn][:, None], jnp.float32)

@@ -21,12 +21,16 @@ def public_functions(module) -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("name", slow_except(MODULES, "losses"))
-def test_every_public_function_has_an_example_that_prints_what_it_says(name):
+def test_every_public_function_has_a_true_example(name):
     module = importlib.import_module(f"recjax.algorithms.{name}")
     runner, said = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF), []
+    parser = doctest.DocTestParser()
+    # The lines in the module's docstring begin every example of the module.
+    beginning = parser.get_doctest(module.__doc__, dict(vars(module)), name, None, 0)
+    runner.run(beginning, out=said.append, clear_globs=False)
     for title, node in public_functions(module).items():
         # A copy: an example's names are no other example's.
-        example = doctest.DocTestParser().get_doctest(ast.get_docstring(node), dict(vars(module)), title, None, 0)
+        example = parser.get_doctest(ast.get_docstring(node), dict(beginning.globs), title, None, 0)
         assert example.examples, f"{name}.{title} has no example"
         runner.run(example, out=said.append)
     assert not runner.summarize(verbose=False).failed, "".join(said)

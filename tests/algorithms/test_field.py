@@ -114,7 +114,7 @@ def test_gradient_from_the_formula(name, example):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELD)
-def test_gradients_of_the_whole_and_of_micro_batches_are_both_the_formulas(name):
+def test_gradients_with_micro_batches_equal_the_formulas(name):
     for example in EXAMPLES:
         assert_gradients_are_by_hand(other_gradients(), name, example)
 

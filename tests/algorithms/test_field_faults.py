@@ -1,7 +1,6 @@
 """Faults that other implementations have had, and what would notice each here; presets that algebra makes equal."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,9 @@ from recjax.algorithms.axes import AXES
 from recjax.algorithms.catalog import FIELD
 from recjax.algorithms.options import readable_options
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
-from recjax.algorithms.reading import call
 from tests.algorithms.examples import (
     Example,
+    called,
     first_of_each_set_of_axes,
     loss_and_gradient,
     make_example,
@@ -59,7 +58,7 @@ def token_weights(algorithm, log_ratio, behavior, terms, mask):
     return found.coefficients / found.advantages
 
 
-def test_a_cap_is_a_ratio_and_not_a_distance_from_one():
+def test_caps_are_ratios_and_no_distances():
     weights = weights_of("cispo", np.log([[0.5, 1.0, 3.0, 50.0]]), UP)
     np.testing.assert_allclose(weights, [[0.5, 1.0, 3.0, 5.0]], rtol=1e-4)
     for name in ("weight", "correction"):
@@ -115,7 +114,7 @@ second_moment_mask = jax.jit(masks.one_side_second_moment_mask)
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.3, 1.0, 3.0])
-def test_only_tokens_that_went_with_their_advantage_count_for_the_second_moment(spread):
+def test_second_moment_counts_tokens_that_followed_their_advantage(spread):
     random = np.random.default_rng(0)
     log_ratio, advantages = spread * random.normal(size=(4, 50)), np.array([1.0, -1.0, 2.0, 0.0])
     of_tokens = np.repeat(advantages, 50)
@@ -136,7 +135,7 @@ WITH_PROXIMAL = {"tis": {}, "decoupled_ppo": {}, "grpo": {"anchor": {"name": "pr
 
 @pytest.mark.parametrize("preset", WITH_PROXIMAL)
 @pytest.mark.parametrize("same", [True, False], ids=["first update", "later update"])
-def test_a_mask_reads_the_proximal_policys_ratio_to_the_behavior_policy(preset, same):
+def test_masks_read_the_ratio_of_proximal_to_behavior(preset, same):
     proximal = np.log([[1.5, 1.5], [1.001, 0.999], [0.4, 0.4]])
     log_ratio = proximal if same else proximal + np.log([[1.01, 1.0], [1.01, 1.0], [1.0, 1.0]])
 
@@ -210,7 +209,7 @@ def test_masked_importance_sampling_in_the_first_update():
     np.testing.assert_allclose(trl, [[1, 1, 1], [1.65, 1.65, 1.65]], rtol=1e-5)
 
 
-def test_p3o_pulls_back_by_what_the_effective_sample_size_leaves():
+def test_p3o_pulls_back_by_one_minus_the_share():
     """ρ = (½, 1, 4) in the completion that is right, and 1 in the other: E = 0.5947, and the authors' coefficients."""
     behavior = jnp.full((2, 3), -3.0)
     logprobs = behavior + jnp.log(jnp.array([[0.5, 1.0, 4.0], [1.0, 1.0, 1.0]]))
@@ -222,13 +221,13 @@ def test_p3o_pulls_back_by_what_the_effective_sample_size_leaves():
     np.testing.assert_allclose(cap[0], [0.25, 0.297, 0.297], atol=6e-4)
 
 
-def test_a_mask_beside_an_interpolated_anchor_reads_the_ratio_of_that_to_the_behavior_policy():
+def test_masks_read_the_interpolated_anchors_ratio_to_behavior():
     log_ratio = np.log([[1.9, 1.9], [1.5, 1.5]])  # half way in logarithms, 1.38 and 1.22
     kept = weights_of("a3po", log_ratio, [-1.0, -1.0], {"mask": {"name": "sequence_band", "low": 0.5, "high": 1.3}})
     np.testing.assert_array_equal(kept != 0, [[False, False], [True, True]])
 
 
-def test_a_ratio_to_the_behavior_policy_does_not_count_twice():
+def test_behavior_ratios_do_not_count_twice():
     words = "correction = .*effective_size_capped_weights also is a ratio to the behavior policy"
     with pytest.raises(ValueError, match=words):
         build_algorithm("tis", {"weight": {"name": "effective_size_capped"}})
@@ -260,7 +259,7 @@ def test_log_ratios_are_bounded_after_a_completions_mean():
 
 @pytest.mark.parametrize("source", ["policy", "behavior", "both"])
 @pytest.mark.parametrize("name", campaign_except(PRESETS, *[*PRESETS][::32], slow=first_of_each_set_of_axes()))
-def test_a_token_of_probability_zero_is_as_one_that_nobody_chose(name, source):
+def test_impossible_tokens_count_as_masked(name, source):
     algorithm = build_algorithm(name, {})
     place = (int(np.flatnonzero(EXAMPLE.completion_mask.sum(-1) > 1)[0]), 0)
     changed = {"policy": ["logprobs"], "behavior": ["behavior_logprobs"]}.get(source, ["logprobs", "behavior_logprobs"])
@@ -287,7 +286,7 @@ def test_a_policy_that_is_not_a_number_stays_one():
     assert np.isnan(total)
 
 
-def test_means_over_completions_are_of_the_preset_and_an_override_is_read():
+def test_presets_reduction_holds_until_an_override():
     assert resolve("gspo", {})["reduction"]["name"] == "sequence_mean_token_mean"
     by_tokens = gradient_of("gspo", {"reduction": {"name": "token_mean"}}, ON_POLICY)
     by_rows, lengths = gradient_of("gspo", {}, ON_POLICY), EXAMPLE.completion_mask.sum(-1)
@@ -332,7 +331,7 @@ def test_a_sequence_is_a_completion_whatever_its_turns():
     options = {"completion_mask": turns, "advantages": UP}
     whole = {"completion_mask": turns[:, jnp.array([0, 1, 4, 5])], "advantages": UP}
     of_sequences = (ratios.sequence_mean_ratio, ratios.sequence_product_ratio, ratios.clipped_sequence_mean_ratio)
-    found = jax.jit(lambda values: [call(ratio, SimpleNamespace(**values)) for ratio in of_sequences])
+    found = jax.jit(lambda values: [called(ratio, values) for ratio in of_sequences])
     for apart, joined in zip(
         found(options | {"log_ratio": log_ratio}), found(whole | {"log_ratio": together}), strict=True
     ):
@@ -422,7 +421,7 @@ def test_on_policy_every_method_of_the_ratio_is_reinforce():
         np.testing.assert_allclose(own, plain, rtol=1e-4, atol=1e-6, err_msg=weight)
 
 
-def test_a_ratio_or_a_correction_that_nothing_reads_is_refused():
+def test_unread_ratios_and_corrections_are_refused():
     for axis, block, words in (
         ("ratio", {"name": "sequence_mean"}, "ratio = .*neither clip, mask nor weight reads a ratio"),
         ("anchor", {"name": "proximal"}, "anchor = .*neither clip, mask nor weight reads a ratio"),
@@ -433,7 +432,7 @@ def test_a_ratio_or_a_correction_that_nothing_reads_is_refused():
     assert set(AXES["correction"]) - {"none"} <= set(AXES["weight"])
 
 
-def test_the_unbiased_kl_has_the_gradient_of_the_kl_under_any_behavior_policy():
+def test_unbiased_kl_has_the_kls_gradient():
     from recjax.algorithms.regularizers import unbiased_reference_kl_penalty
 
     behavior, reference = jnp.array([0.3, 0.6, 0.1]), jax.nn.log_softmax(jnp.array([1.0, 0.2, -0.4]))
@@ -452,7 +451,7 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl_under_any_behavior_policy():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_an_experts_shaping_is_the_derivative_of_its_shaped_probability():
+def test_expert_shaping_is_the_shaped_probabilitys_derivative():
     logprobs = jnp.log(jnp.array([[0.001, 0.1, 0.9]]))
     foreign = jnp.array([True])
     got = token_weighting.expert_shaped_weights(jnp.ones((1, 3)), logprobs, foreign)

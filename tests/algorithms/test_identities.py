@@ -70,7 +70,7 @@ def test_1_at_the_surrogates_optimum_all_completions_agree():
 
 
 @pytest.mark.parametrize("tau", [0.3, 1.0, 2.5])
-def test_2_and_3_the_consistency_loss_has_the_gradient_of_reinforce_at_its_anchor(tau):
+def test_2_and_3_consistency_gradient_is_reinforces(tau):
     got = loss_gradient("pairwise_consistency", {"objective": {"tau": tau}})
     chex.assert_trees_all_close(got, policy_gradient(-2 * tau / ROWS * CENTRED), **CLOSE)
     chex.assert_trees_all_close(got, 2 * tau / ROWS * loss_gradient("reinforce", SUM), **CLOSE)
@@ -87,7 +87,7 @@ def test_4_pair_weights(weights):
     chex.assert_trees_all_close(got, expected, **CLOSE)
 
 
-def test_4_red_drop_is_reinforce_with_weights_of_zero_and_one():
+def test_4_red_drop_is_reinforce_with_binary_weights():
     algorithm = build_algorithm("red_drop", SUM)
     rewards = jnp.array([1.0, 0, 0, 0, 0, 0])
 
@@ -115,7 +115,7 @@ def test_4_red_weight_is_weighted_reinforce_and_imitation():
     assert weighted_mean > REWARDS.mean()
 
 
-def test_5_a_lowered_baseline_is_imitation_of_the_behavior_policy():
+def test_5_lowered_baseline_imitates_the_behavior_policy():
     beta = 0.3
     by_baseline = loss_gradient("reinforce", {**SUM, "advantage": {"name": "asymmetric", "beta": beta}})
     by_term = loss_gradient("asymre", {**SUM, "regularizer": {"beta": beta}})
@@ -124,7 +124,7 @@ def test_5_a_lowered_baseline_is_imitation_of_the_behavior_policy():
     chex.assert_trees_all_close(by_baseline, by_hand, **CLOSE)
 
 
-def test_5_sampled_imitation_is_forward_kl_when_every_arm_is_drawn_as_often_as_it_should():
+def test_5_sampled_imitation_is_forward_kl():
     behavior, arms = jnp.array([0.3, 0.6, 0.1]), jnp.array([0, 0, 0, 1, 1, 1, 1, 1, 1, 2])
     logits = jnp.array([0.2, -0.5, 0.9])
 
@@ -138,7 +138,7 @@ def test_5_sampled_imitation_is_forward_kl_when_every_arm_is_drawn_as_often_as_i
     chex.assert_trees_all_close(got, expected, **CLOSE)
 
 
-def test_6_opmd_is_reinforce_and_the_squared_log_ratio_of_completions():
+def test_6_opmd_is_reinforce_and_squared_log_ratio():
     tau = 0.4
 
     def by_hand(logits):

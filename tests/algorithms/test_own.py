@@ -20,7 +20,7 @@ EXAMPLE = make_example()
 MINE = "tests.algorithms.mine"
 
 
-def test_a_weight_of_ones_own_is_read_with_its_options():
+def test_users_weight_is_read_with_its_options():
     gradients = []
     for cap in (2.0, 3):
         algorithm = build_algorithm("reinforce", {"weight": {"name": f"{MINE}:bounded", "cap": cap}})
@@ -49,7 +49,7 @@ def test_other_axes_take_ones_own(axis, block):
     assert algorithm.needs_scoring == algorithm.needs_rescoring == (axis == "mask" or "stale" in block["name"])
 
 
-def test_a_term_of_ones_own_is_added_to_the_loss_with_its_gradient():
+def test_users_term_adds_its_value_and_gradient():
     """By a double loop: −s · H · exp(−|log π − log π_ref|), reduced with the policy gradient."""
     plain, own = (
         build_algorithm("reinforce", {**block, "reduction": {"name": "token_mean"}})
@@ -91,7 +91,7 @@ def test_a_name_or_a_function_stands_for_its_block():
     named, block = f"{MINE}:bounded", {"name": f"{MINE}:bounded"}
     expected = build_algorithm("reinforce", {"weight": block})
     for weight in (named, mine.bounded, {"name": mine.bounded}):
-        assert build_algorithm("reinforce", {"weight": weight}).token_weight is expected.token_weight
+        assert build_algorithm("reinforce", {"weight": weight}).token_weight == expected.token_weight
         assert AlgorithmConfig(preset="reinforce", weight=weight).overrides() == {"weight": block}
     assert build_algorithm("gspo", {"weight": "importance"}) == build_algorithm(
         "gspo", {"weight": {"name": "importance"}}
@@ -141,6 +141,7 @@ def test_mistakes_in_ones_own_are_found_before_work_starts(block, words):
         ("regularizer", "row_sums", r"must return \[batch, time\] or \[batch, 1\] .* shape \[batch\]"),
         ("term", "row_sums", r"must return \[batch, time\] or \[batch, 1\] .* shape \[batch\]"),
         ("correction", "mean_of_all", "a scalar"),
+        ("reduction", "token_sums", r"must return a sum and a count, two scalars, and returns shapes \(4,\)"),
         ("advantage", "mean_reward", r"must return \[batch\] or \[batch, time\] of numbers, and returns a scalar"),
     ],
 )
@@ -151,7 +152,7 @@ def test_results_of_another_shape_or_type_are_refused(axis, function, words):
 
 
 @pytest.mark.slow
-def test_a_new_user_trains_with_a_function_of_the_folder_one_starts_in(tmp_path):
+def test_user_trains_with_a_function_in_the_folder(tmp_path):
     """No fork and no package: a file, and one line of config."""
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(

@@ -27,8 +27,8 @@ from tests.marks import campaign_except
 EXAMPLE = make_example(seed=3)
 
 
-def base(function):
-    return getattr(function, "func", function)
+def base(axis):
+    return axis and axis.function
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def base(function):
 )
 def test_the_papers_table(preset, changed):
     algorithm = build_algorithm(preset, {})
-    expected = {**vars(Algorithm()), **changed}
-    assert {axis: base(function) for axis, function in vars(algorithm).items()} == expected
+    expected = {name: base(axis) for name, axis in vars(Algorithm()).items()} | changed
+    assert {name: base(axis) for name, axis in vars(algorithm).items()} == expected
     assert algorithm.reference_kl is None and algorithm.entropy is None and algorithm.reduction is not None
     assert base(Algorithm().reduction) is reduce.token_mean
 
@@ -103,7 +103,7 @@ def test_some_options_of_an_axis_leave_its_others_alone():
     assert isinstance(clip["outer_high"], float)
 
 
-def test_a_preset_keeps_its_own_options_until_the_name_changes(monkeypatch):
+def test_presets_options_hold_until_the_name_changes(monkeypatch):
     wide = {"clip": {"name": "one_side", "epsilon_low": 0.6, "epsilon_high": 2.0}}
     monkeypatch.setitem(PRESETS, "wide", wide)
     assert resolve("wide", {"clip": {"epsilon_low": 0.5}})["clip"] == {**wide["clip"], "epsilon_low": 0.5}
@@ -362,14 +362,14 @@ NUMBERS = [
 def test_numeric_options_are_arguments_of_a_program(preset):
     algorithm = build_algorithm(preset, {})
     free, options = free_options(algorithm)
-    for axis, function in vars(algorithm).items():
-        floats = {name: value for name, value in getattr(function, "keywords", {}).items() if type(value) is float}
-        assert options.get(axis, {}) == floats
+    for name, axis in vars(algorithm).items():
+        floats = {option: value for option, value in (axis.options if axis else ()) if type(value) is float}
+        assert options.get(name, {}) == floats
     found = jax.jit(lambda options: loss_and_gradient(free.with_options(options), EXAMPLE))(options)
     assert_close(found, loss_and_gradient(algorithm, EXAMPLE), 1e-5, least=1.0)
 
 
-def test_values_that_a_program_has_as_arguments_do_not_make_another_algorithm():
+def test_values_given_as_arguments_keep_the_algorithm():
     mine = "tests.algorithms.mine"
     for changes, others in (
         ({"clip": {"epsilon_high": 0.3}}, {"clip": {"epsilon_high": 0.4}}),

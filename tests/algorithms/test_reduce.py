@@ -41,7 +41,7 @@ def test_an_empty_batch_has_sum_and_count_zero(name):
     chex.assert_trees_all_equal(empty, (jnp.float32(0), jnp.float32(0)))
 
 
-def test_a_mean_of_micro_batch_means_would_differ_but_sums_and_counts_add():
+def test_sums_and_counts_of_micro_batches_add_up():
     generator = np.random.default_rng(0)
     x = jnp.asarray(generator.normal(size=(4, 5)), jnp.float32)
     mask = jnp.arange(5) < jnp.array([5, 1, 2, 4])[:, None]

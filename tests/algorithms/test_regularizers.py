@@ -1,7 +1,6 @@
 """Added terms: by loops, their gradients, and junk where masked."""
 
 import functools
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -11,8 +10,7 @@ import pytest
 from absl.testing import parameterized
 
 from recjax.algorithms import regularizers
-from recjax.algorithms.reading import call
-from tests.algorithms.examples import make_example
+from tests.algorithms.examples import called, make_example
 from tests.marks import slow
 
 EXAMPLE = make_example()
@@ -41,7 +39,7 @@ class RegularizerVariants(chex.TestCase):
         def value_and_gradient(logprobs, behavior, mask):
             def value(x):
                 values = {"logprobs": x, "behavior_logprobs": behavior, "completion_mask": mask}
-                return call(function, SimpleNamespace(**values))
+                return called(function, values)
 
             return value(logprobs), jax.grad(lambda x: value(x).sum())(logprobs)
 
@@ -74,7 +72,7 @@ def test_reference_kl_and_the_gradients_that_its_docstring_states(estimator, val
     np.testing.assert_allclose(derivative, np.where(MASK, 0.5 * gradient(difference), 0), **close)
 
 
-def test_k3_and_its_gradient_keep_their_sign_and_precision_at_every_distance():
+def test_k3_keeps_sign_and_precision_at_every_distance():
     distances = np.geomspace(1e-9, 15, 400, dtype=np.float32)
     distances = np.concatenate([-distances, [0], distances], dtype=np.float32)
     exact = distances.astype(np.float64)
@@ -144,7 +142,7 @@ def value_and_factor(name, logprobs, **values):
     term = getattr(regularizers, name)
 
     def terms(x, options):
-        return call(functools.partial(term, **options), SimpleNamespace(**values, logprobs=x))
+        return called(term, values | {"logprobs": x}, **options)
 
     def both(options):
         return jax.jit(lambda x: (terms(x, options), jax.grad(lambda y: terms(y, options).sum())(x)))(logprobs)
@@ -170,7 +168,7 @@ def test_no_anchor_pushes_away_from_itself_at_any_distance(name):
 
 
 @pytest.mark.parametrize("behind", [0.0, 30.0, -15.0, "reference"])
-def test_the_unbiased_anchor_has_its_gradient_in_closed_form_at_any_distance(behind):
+def test_unbiased_kl_has_its_closed_gradient(behind):
     """ρ (exp(d) − d − 1) and −ρ d, where log ρ = log π − log μ is `behind`, or −d where μ is the reference."""
     near = DISTANCES[np.abs(DISTANCES) <= 80]
     logprobs = jnp.full((len(near), 1), -50.0)
@@ -190,7 +188,7 @@ def test_the_unbiased_anchor_has_its_gradient_in_closed_form_at_any_distance(beh
 
 @pytest.mark.parametrize("far", ["teacher", "policy"])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_a_teacher_never_pushes_away_from_itself_at_any_distance(kind, far):
+def test_teacher_never_pushes_away_from_itself(kind, far):
     """Two tokens; the scores of one policy differ by up to 80 nats, and those of the other are equal."""
     near = DISTANCES[np.abs(DISTANCES) <= 80]
     both = [np.stack([near, 0 * near], axis=1), np.zeros((len(near), 2))]
@@ -224,10 +222,9 @@ def test_entropy_bonus():
 )
 def test_negative_strengths_are_refused(name, option):
     with pytest.raises(ValueError, match=f"{option} = -0.1: must be 0 or more"):
-        function = functools.partial(getattr(regularizers, name), **{option: -0.1})
         names = ("logprobs", "behavior_logprobs", "reference_logprobs")
         values = dict.fromkeys(names, jnp.ones((1, 1))) | {"completion_mask": jnp.ones((1, 1), bool)}
-        call(function, SimpleNamespace(**values))
+        called(getattr(regularizers, name), values, **{option: -0.1})
 
 
 def test_a_negative_entropy_coefficient_is_refused():
@@ -323,7 +320,7 @@ def test_divergences_of_equal_or_impossible_tokens():
     assert (few <= whole + 1e-5).all() and (few < whole - 1e-3).any()
 
 
-def test_reverse_kl_is_the_mean_of_the_sampled_tokens_gradient():
+def test_reverse_kl_is_the_mean_sampled_gradient():
     """Σ_y q(y) (log q − log p)(y) ∇log q(y), the mean of on-policy distillation's gradient, is that of KL(q ‖ p)."""
 
     @jax.jit

@@ -40,7 +40,7 @@ class SelectionVariants(chex.TestCase):
     kept=st.lists(st.booleans(), min_size=12, max_size=12),
     seed=st.integers(0, 1000),
 )
-def test_negatives_are_cut_to_the_number_of_positives_and_nothing_else_goes(rewards, group_ids, kept, seed):
+def test_only_excess_negatives_are_dropped(rewards, group_ids, kept, seed):
     rewards, group_ids, kept = np.array(rewards, np.float32), np.array(group_ids, np.int32), np.array(kept)
     sign = signs(rewards, group_ids, kept)
     dirty = jnp.asarray(np.where(kept, rewards, np.nan).astype(np.float32))
@@ -64,7 +64,7 @@ def test_a_reward_at_the_mean_counts_as_positive():
     assert drop(rewards, jnp.zeros(5, int), jnp.ones(5, bool), jax.random.key(0)).all()
 
 
-def test_a_reward_at_the_mean_but_for_rounding_is_no_negative():
+def test_rounding_makes_no_reward_negative():
     rewards = jnp.array([0.3, 0.7, 1.1])  # 0.7 − mean is −3e-8 in float32
     assert all(drop(rewards, jnp.zeros(3, int), jnp.ones(3, bool), jax.random.key(seed)).all() for seed in range(9))
 

@@ -69,7 +69,7 @@ class TurnVariants(chex.TestCase):
         assert_close(got, loop(rewards, turns, mask, discount, baseline), 1e-5)
 
 
-def test_without_a_discount_and_with_a_reward_at_the_end_alone_it_is_the_group_mean():
+def test_final_rewards_without_discount_give_group_means():
     rewards, turns, mask = made(last_alone=True)
     arrays = map(jnp.asarray, (rewards, turns, GROUP_IDS, FIRST, mask, TRAJECTORIES))
     whole = np.nansum(rewards, axis=-1)
@@ -88,7 +88,7 @@ def test_equal_rewards_have_no_advantage_at_all():
 
 
 @pytest.mark.parametrize("weight", ["none", "exp_advantage"])
-def test_further_rows_have_the_advantages_and_weights_of_their_own_turns(weight):
+def test_further_rows_have_their_own_turns_values(weight):
     changes = {"advantage": {"name": "turn_returns", "discount": 0.6}, "weight": {"name": weight}}
     algorithm = build_algorithm("reinforce", changes)
     rewards, turns, mask = made()

@@ -75,7 +75,7 @@ def configuration_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_every_key_has_a_meaning_and_the_page_of_them_is_new():
+def test_every_key_is_described_and_documented():
     keys = [key for _, _, keys in config_help.sections() for key in keys]
     assert {key.name for key in keys} == {key for key, field in KEYS.items() if not block_of(field.annotation)}
     assert not [key.name for key in keys if not key.meaning]
@@ -143,7 +143,7 @@ def test_every_sweep_is_of_valid_configs(path):
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)  # slow tests read these whole
-def test_every_setting_of_a_large_sweep_is_valid_with_the_first_of_the_others(path, tmp_path):
+def test_every_setting_of_a_large_sweep_is_valid(path, tmp_path):
     sweep = yaml.safe_load(path.read_text()) | {"smoke": None}
     first = {axis: [str(next(iter(names)))] for axis, names in sweep["settings"].items()}
     sweep |= {"config": str(path.parent / sweep["config"]), "grids": [{**first, axis: "all"} for axis in first]}
@@ -176,7 +176,7 @@ def test_overrides_reach_their_keys_with_their_types():
         ("evaluation.initial_kl", "yes", True),
     ],
 )
-def test_no_text_of_an_override_is_lost_and_digits_are_decimal(key, text, value, tmp_path):
+def test_overrides_keep_text_and_read_decimal_digits(key, text, value, tmp_path):
     others = ["model.decoder=null"] if key == "model.path" else []
     config = load(*others, f"{key}={text}")
     assert functools.reduce(getattr, key.removesuffix(".notes").split("."), config) == value
@@ -190,7 +190,7 @@ def test_a_system_prompt_of_several_lines_is_taken_whole():
     assert load("task=gsm8k", f"task.system_prompt={prompt}").task.system_prompt == prompt
 
 
-def test_numbers_of_a_file_are_decimal_and_its_texts_are_texts(tmp_path):
+def test_files_have_decimal_numbers_and_plain_texts(tmp_path):
     path = tmp_path / "own.yaml"
     content = (ROOT / QUICKSTART).read_text().replace("seed: 0", "seed: 010")
     path.write_text(content + "\ntracking: {wandb: {name: 2024_01, group: on}}\n")
@@ -221,11 +221,11 @@ def test_derived_values_are_those_of_their_keys():
         (10**6, 3, 1),
     ],
 )
-def test_micro_batches_are_of_some_four_thousand_tokens_on_each_device(positions, shards, parts):
+def test_micro_batches_have_four_thousand_tokens_a_device(positions, shards, parts):
     assert load("rollout.prompts_per_step=16").micro_batches(positions, shards) == parts
 
 
-def test_later_overrides_win_and_one_option_leaves_its_block_alone():
+def test_later_overrides_win_and_keep_the_block():
     config = load("seed=1", "seed=2", "warm_start.steps=5")
     assert config.seed == 2 and config.warm_start.steps == 5
     assert config.warm_start.wrong_fraction == load().warm_start.wrong_fraction
@@ -239,7 +239,7 @@ def test_a_text_as_task_replaces_the_whole_block(name):
     assert load("task.success=2.0", f"task={name}", "task.success=3.0").task.success == 3.0
 
 
-def test_a_text_as_task_can_name_a_generator_and_stand_in_a_file(tmp_path):
+def test_task_text_can_name_a_generator(tmp_path):
     file = tmp_path / "gym.yaml"
     file.write_text("output: x\nmodel: {path: x}\ntask: reasoning_gym:count_bits\n")
     config = load_config(file, ["task.reasoning_gym.options.max_n=63"])
@@ -282,7 +282,7 @@ URL = "http://127.0.0.1:9"
         ({"task": "gsm8k"}, ["task.gsm8k.train=own", "task.reward=math"], "task.gsm8k.evaluation", "openai/gsm8k"),
     ],
 )
-def test_a_short_form_keeps_its_meaning_under_an_override_of_one_key(values, overrides, name, expected):
+def test_short_forms_keep_their_meaning_under_overrides(values, overrides, name, expected):
     base = {"output": "o", "model": {"path": "m"}, "task": "gsm8k"}
     assert value_of(make_config(base | values, overrides), name) == expected
 
@@ -304,7 +304,7 @@ def test_a_short_form_keeps_its_meaning_under_an_override_of_one_key(values, ove
         ),
     ],
 )
-def test_a_value_that_is_no_block_is_refused_and_not_lost_under_an_override(values, override, message):
+def test_values_that_are_no_block_are_refused(values, override, message):
     with pytest.raises(ValueError, match=message):
         make_config({"output": "o", "model": {"path": "m"}, "task": "gsm8k"} | values, [override])
 

@@ -30,7 +30,7 @@ SCALARS = [
 
 
 @pytest.mark.parametrize(("text", "value"), SCALARS)
-def test_a_plain_scalar_is_the_same_in_a_file_an_override_and_a_list(text, value):
+def test_plain_scalars_are_the_same_everywhere(text, value):
     for read in (read_scalar(text), read_override(text), read_yaml(f"key: {text}")["key"]):
         assert read == value and type(read) is type(value)
     if text:
@@ -38,7 +38,7 @@ def test_a_plain_scalar_is_the_same_in_a_file_an_override_and_a_list(text, value
 
 
 @pytest.mark.parametrize("text", ["8", "008", "-012", "1_000", "12_345_678.5", "1e-6", "00.50", "inf", ".nan", "-.inf"])
-def test_decimal_digits_are_a_number_for_a_key_that_takes_one(text):
+def test_decimal_digits_are_numbers_for_numeric_keys(text):
     number = read_decimal(text)
     assert str(number) == str(float(text.replace(".inf", "inf").replace(".nan", "nan"))) or number == int(text)
 
@@ -101,7 +101,7 @@ def test_another_key_takes_yaml_without_losing_text(text, value):
         ("!!python/object:os.system x", "constructor"),
     ],
 )
-def test_what_would_lose_text_or_is_no_yaml_is_an_error_of_one_line(text, part):
+def test_lost_text_and_wrong_yaml_are_errors(text, part):
     with pytest.raises(ValueError, match=part) as error:
         read_override(text, takes_yaml=True)
     assert "\n" not in str(error.value)
@@ -172,7 +172,7 @@ def test_the_fast_reader_changes_no_value_and_no_error(pieces):
     assert results[0] == results[1]
 
 
-def test_a_stored_file_says_the_same_to_readers_of_yaml_1_1():
+def test_stored_files_are_equal_for_yaml_1_1():
     values = {"a": "no", "b": "010", "c": "1:30", "d": 1e-6, "e": "1e-6", "f": [True, None, "2024-01-05"]}
     assert yaml.safe_load(write_yaml(values)) == values
 
@@ -195,7 +195,7 @@ def test_an_error_of_a_file_names_it(tmp_path, content, part):
         read_yaml_file(path)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+def test_byte_order_mark_is_skipped(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_bytes("seed: 1".encode("utf-8-sig"))
     assert read_yaml_file(path) == {"seed": 1}

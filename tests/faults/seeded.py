@@ -64,15 +64,15 @@ FAULTS = {
     "loss-adds-the-entropy-bonus": Fault(
         "the entropy bonus is added to the loss, so that training makes the policy more certain",
         "recjax/algorithms/losses.py",
-        "per_token + values if term.sign > 0 else per_token - values",
-        "per_token + values",
+        "losses -= algorithm.entropy.apply(",
+        "losses += algorithm.entropy.apply(",
         ("tests/algorithms/test_losses.py::test_reference_kl_is_added_and_entropy_taken_off",),
     ),
     "loss-mask-replaces-clip": Fault(
         "where an algorithm has a mask beside its clip, the clip has no effect",
         "recjax/algorithms/losses.py",
-        "clip = clip & call(function, read)",
-        "clip = call(function, read)",
+        "clip = clip & algorithm.mask(compared, row_values)",
+        "clip = algorithm.mask(compared, row_values)",
         ("tests/algorithms/test_field.py",),
     ),
     "advantage-deviation-of-raw-rewards": Fault(
@@ -113,8 +113,8 @@ FAULTS = {
     "centering-of-clipped-tokens": Fault(
         "score centering removes the gradient that tokens outside the clip's range would have, had they any",
         "recjax/algorithms/losses.py",
-        "return weights if algorithm.clip is None else jnp.where(call(algorithm.clip, values), weights, 0.0)",
-        "return weights",
+        "weights = jnp.where(algorithm.clip(sampled, row_values), weights, 0.0)",
+        "pass",
         ("tests/algorithms/test_centering.py",),
     ),
     "ipo-bound-on-one-side": Fault(
@@ -148,7 +148,7 @@ FAULTS = {
     "teacher-of-untaught-completions": Fault(
         "a completion without a teacher's prompt is compared with a teacher that reads nothing",
         "recjax/algorithms/losses.py",
-        "divergence = None if divergence is None else jnp.where(taught, divergence, 0.0)",
+        "divergence = jnp.where(taught, divergence, 0.0)",
         "pass",
         (_SELF_TAUGHT,),
     ),

@@ -208,7 +208,7 @@ def test_keys_reach_the_update_and_the_plan_of_memory(taught):
     assert weighted.needs_behavior_logprobs and not build_algorithm("logit_distillation", {}).needs_behavior_logprobs
     assert build_algorithm("sdpo", {}).needs_behavior_logprobs
     # Of 100 tokens, as the authors' code chooses them.
-    assert build_algorithm("sdpo", {}).teacher_divergence.keywords["support"] == "student"
+    assert build_algorithm("sdpo", {}).teacher_divergence.option("support") == "student"
     assert free_options(weighted)[1]["teacher_divergence"]["cap"] == 2.0
 
 
