@@ -167,7 +167,7 @@ def decode(
     tokens[ends, counts[ends] - 1] = STOP
     last = np.where(counts > 0, tokens[np.arange(len(counts)), counts - 1], rows.last)
     logprobs = np.full(tokens.shape, -1.0, np.float32)
-    return memory, Decoded(np.array(time_run, np.int32), missing > time_run, last, (), tokens, logprobs, counts, {})
+    return memory, Decoded(np.array(time_run, np.int32), missing > time_run, last, None, tokens, logprobs, counts, {})
 
 
 class Given:

@@ -128,12 +128,12 @@ def score_micro_batch(
         scorer.decoder, params, tokens, positions, targets=targets, ends=ends, recorded=recorded, **options
     )
 
-    def of_completions(values: Array) -> Array:
+    def at_completions(values: Array) -> Array:
         """Values at packed tokens as values of the completion tokens that they predict, 0 at other tokens."""
         mask = jnp.expand_dims(part.completion_mask, range(2, values.ndim))
         return jnp.where(mask, values.reshape(-1, *values.shape[2:])[places], 0.0)
 
-    return jax.tree.map(of_completions, scores._replace(load=None))._replace(load=scores.load)
+    return jax.tree.map(at_completions, scores._replace(load=None))._replace(load=scores.load)
 
 
 def over_micro_batches(

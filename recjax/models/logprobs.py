@@ -85,7 +85,7 @@ def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: i
     """The tokens that each token is chosen from, as arrays to record; empty if the distribution has all tokens.
 
     `kept_bits` has a bit for each token of the vocabulary, [batch, vocab / 8]. If these bits take more memory than ids,
-    `kept_ids` has `most` ids in any order, -1 behind the last; all are -1 if the set is larger.
+    `kept_ids` has `most` ids in any order, -1 after the last; all are -1 if the set is larger.
 
     Args:
         most: largest set to record as ids; 0: no record.
@@ -361,8 +361,8 @@ def _hidden_before_completions(
         (hidden, _), sown = apply_routed(decoder, weights, prompts, positions, prompt_mask)
         first = jnp.repeat(last_hidden(hidden, prompt_mask), group_size, axis=0)[:, None]
         return jnp.concatenate([first], axis=1), _load(decoder, sown)
-    offsets = jnp.arange(completions.shape[1] - 1)
-    later_positions = jnp.repeat(prompt_mask.sum(-1), group_size)[:, None] + offsets
+    prompt_lengths = jnp.repeat(prompt_mask.sum(-1), group_size)
+    later_positions = prompt_lengths[:, None] + jnp.arange(completions.shape[1] - 1)
     if experts is not None:
         # Each array holds the experts of the pass that predicts a token; prompts have none and are routed again.
         experts = experts[:, 1:]

@@ -185,7 +185,7 @@ def _by_group(x: Array, kernels: Array, sizes: Array) -> Array:
             kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
             inputs = jax.lax.dynamic_slice_in_dim(rows, start, size)
             outputs = _summed_in_float32("rm,mn->rn", inputs, kernel).astype(x.dtype)
-            # The next block overwrites the rows behind the group's end, which are wrong here.
+            # The next block overwrites the rows after the group's end, which are wrong here.
             return jax.lax.dynamic_update_slice_in_dim(whole, outputs, start, 0)
 
         whole = jnp.zeros((len(rows), kernels.shape[-1]), x.dtype)

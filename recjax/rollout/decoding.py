@@ -183,7 +183,7 @@ def decode(
     """Samples up to `options.time` tokens for each live slot; stops early once at most `enough` slots are live.
 
     The round only reads the memory. It keeps the keys and values of new tokens in a buffer where all slots share one
-    position, and at the end copies them to each slot's own position. Memory behind a slot's cached tokens has no
+    position, and at the end copies them to each slot's own position. Memory after a slot's cached tokens has no
     meaning, so idle slots lose no tokens either, as long as they have room for a round. A memory without any room
     keeps none of the round's tokens. States change only with tokens of live slots.
     """
