@@ -196,14 +196,14 @@ def generate(decoder: Decoder, weights: dict, shape: Shape, slots: int | None = 
             kernels = busiest(functools.partial(_round_into, engine, finished))
             continue
         started = time.perf_counter()
-        finished |= engine.round()
+        finished |= engine.step()
         seconds.append(time.perf_counter() - started)
     drawn = [finished[ticket] for ticket in tickets]
     return np.stack([one.tokens for one in drawn]), np.stack([one.logprobs for one in drawn]), seconds, kernels
 
 
 def _round_into(engine: Engine, finished: dict[int, Sampled]) -> None:
-    finished.update(engine.round())
+    finished.update(engine.step())
 
 
 def uneven(decoder: Decoder, weights: dict, shape: Shape, shortest: int) -> dict:
@@ -229,7 +229,7 @@ def uneven(decoder: Decoder, weights: dict, shape: Shape, shortest: int) -> dict
         while len(finished) < len(tickets):
             compiling.clear()
             started = time.perf_counter()
-            finished |= engine.round()
+            finished |= engine.step()
             seconds.append(time.perf_counter() - started - sum(compiling))
             slots = max(slots, engine._slots.count)
     finally:

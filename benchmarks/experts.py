@@ -22,6 +22,7 @@ from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig, DeltaNet, ExpertOptions
+from recjax.models.layer import Cache
 from recjax.models.sampling import Sampling
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays, unrolled_for_training
 from recjax.rollout.decoding import RoundOptions, SlotState, decode
@@ -37,7 +38,7 @@ def decoding(config: DecoderConfig) -> tuple[Callable[[], float], int]:
     decoder, params, rows = made_for_sampling(Decoder(config)), init_params(config, jax.random.key(0)), PROMPTS * GROUP
     params = unrolled_arrays(config, params) if decoder.unrolled else params
 
-    def kept(time: int) -> tuple:
+    def kept(time: int) -> Cache:
         """Keys, values and states of `time` tokens of all rows."""
         tokens = jnp.zeros((rows, time), jnp.int32), jnp.arange(time) + jnp.zeros((rows, 1), int)
         forward = lambda params: decoder.apply({"params": params}, *tokens, jnp.ones((rows, time), bool))[1]  # noqa: E731
@@ -49,8 +50,8 @@ def decoding(config: DecoderConfig) -> tuple[Callable[[], float], int]:
     options = {"decoder": decoder, "options": RoundOptions(Sampling(), (VOCABULARY,), ROUND)}
 
     def arguments() -> tuple:
-        keys, values, *states = kept(PROMPT_TIME)
-        return params, Memory((keys, values), kept(TIME)[:2], *states), state, jnp.array(0)
+        cache = kept(PROMPT_TIME)
+        return params, Memory(cache.keys_values, kept(TIME).keys_values, cache.states), state, jnp.array(0)
 
     compiled = decode.lower(*arguments(), **options).compile()
 

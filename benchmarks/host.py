@@ -35,6 +35,7 @@ from recjax.hub.policy import Policy
 from recjax.logs import kept_samples, log
 from recjax.logs.metrics import MetricsWriter
 from recjax.models.decoder import Decoder
+from recjax.models.layer import Cache, KeysValues
 from recjax.rollout import collecting, decoding
 from recjax.rollout.decoding import Decoded, RoundOptions, SlotState
 from recjax.rollout.keys_values import Memory
@@ -139,7 +140,7 @@ class Clock:
 def prefill(params: dict, tokens: np.ndarray, mask: np.ndarray, held: Any = None, *, decoder: Decoder) -> tuple:
     """Keys and values without layers, and no scores."""
     cache = jnp.zeros((0, len(tokens), 1, tokens.shape[1], 1), jnp.float32)
-    return (cache, cache), np.zeros((len(tokens), 1), np.float32)
+    return Cache(KeysValues(cache, cache)), np.zeros((len(tokens), 1), np.float32)
 
 
 def lengths_of(keys: np.ndarray, longest: int) -> np.ndarray:
@@ -147,10 +148,10 @@ def lengths_of(keys: np.ndarray, longest: int) -> np.ndarray:
     return 1 + keys[:, -1] % longest
 
 
-def first_tokens(scores: np.ndarray, of: np.ndarray, keys: np.ndarray, **_: Any) -> tuple:
+def first_tokens(scores: np.ndarray, prompt_rows: np.ndarray, keys: np.ndarray, **_: Any) -> tuple:
     """First tokens; a completion of one token ends with it."""
     tokens = np.where(lengths_of(keys, flags.FLAGS.tokens) == 1, STOP, 1 + keys[:, 0] % 9).astype(np.int32)
-    return tokens, np.full(len(of), -1.0, np.float32), {}
+    return tokens, np.full(len(prompt_rows), -1.0, np.float32), {}
 
 
 def decode(
@@ -166,7 +167,7 @@ def decode(
     tokens[ends, counts[ends] - 1] = STOP
     last = np.where(counts > 0, tokens[np.arange(len(counts)), counts - 1], rows.last)
     logprobs = np.full(tokens.shape, -1.0, np.float32)
-    return memory, Decoded(np.array(time_run, np.int32), missing > time_run, last, (), tokens, logprobs, counts, {})
+    return memory, Decoded(np.array(time_run, np.int32), missing > time_run, last, None, tokens, logprobs, counts, {})
 
 
 class Given:

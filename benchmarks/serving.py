@@ -168,7 +168,7 @@ class Alone:
         while room or seeds:
             for seed, request in itertools.islice(left, room):
                 seeds[self._engine.admit([request])[0]] = seed
-            finished = self._engine.round() if seeds else {}
+            finished = self._engine.step() if seeds else {}
             tokens |= {seeds.pop(ticket): one.tokens.tolist() for ticket, one in finished.items()}
             room = len(finished)
         return time.perf_counter() - began, tokens

@@ -83,8 +83,7 @@ DECODER = Decoder(DecoderConfig(END + 1, 64, 256, num_layers=3, num_heads=4, num
 def logprobs_of(params: dict, prompts: jax.Array, completions: jax.Array, mask: jax.Array) -> jax.Array:
     """Log π of each token, [rows, time]; every prompt runs once for all of its completions."""
     arrays = prompts, jnp.ones(prompts.shape, bool), completions, mask
-    logprobs, _ = completion_logprobs(DECODER, params, *arrays, sampling=SAMPLING, chunk=1024)
-    return logprobs
+    return completion_logprobs(DECODER, params, *arrays, sampling=SAMPLING, chunk=1024).logprobs
 
 
 # --- Losses, each a function of the log-probs.

@@ -177,7 +177,7 @@ class Programs:
         live = ~jnp.isin(first, jnp.array(stop_ids, jnp.int32)) & (longest > 1)
         rows = SlotState(live, zeros + prompts.shape[1], zeros, first, zeros + 1, zeros + longest, keys)
         # One round samples all other tokens, so that the memory needs no room for them.
-        memory = Memory(cache, empty(cache, rows=count, time=0))
+        memory = Memory(cache.keys_values, empty(cache.keys_values, rows=count, time=0))
         options = RoundOptions(sampling, stop_ids, longest - 1, self._recording)
         _, state = decode(weights, memory, rows, zeros[0], decoder=decoder, options=options)
 
@@ -189,7 +189,9 @@ class Programs:
 
     def _score(self, params, prompts, prompt_mask, completions, mask) -> Float[Array, "batch time"]:
         recipe, tokens = self._recipe, (prompts, prompt_mask, completions, mask)
-        return completion_logprobs(recipe.decoder, params, *tokens, sampling=recipe.sampling, chunk=recipe.chunk)[0]
+        return completion_logprobs(
+            recipe.decoder, params, *tokens, sampling=recipe.sampling, chunk=recipe.chunk
+        ).logprobs
 
     def _rewards(self, tokens, counts, answers) -> Float[Array, " batch"]:
         """As `recjax.tasks.rewards.last_number_match`."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from numpy.typing import DTypeLike
 
 from recjax.config import Config, RolloutConfig, TaskConfig, TrainingConfig
 from recjax.errors import UserError
@@ -71,14 +72,19 @@ class Batch(NamedTuple):
     @property
     def real_tokens(self) -> Bool[Any, "batch time"]:
         """Mask of the tokens that later tokens have as context: `token_mask`, or `completion_mask` without one."""
-        return self.completion_mask if self.token_mask is None else self.token_mask
+        if self.token_mask is None:
+            return self.completion_mask
+        return self.token_mask
 
     @property
     def shape(self) -> "Shape":
         """The shape of the batch."""
-        prompts = self.prompts.shape
+        prompts, prompt_time = self.prompts.shape
         rows, time = self.completions.shape
-        return Shape(prompts[0], rows // prompts[0] if self.trajectories is None else None, prompts[1], time)
+        group = None
+        if self.trajectories is None:
+            group = rows // prompts
+        return Shape(prompts, group, prompt_time, time)
 
 
 class Shape(NamedTuple):
@@ -93,19 +99,25 @@ class Shape(NamedTuple):
     prompt_time: int
     time: int
 
-    def of_rows(self) -> "Shape":
+    def without_groups(self) -> "Shape":
         """The shape of the same completions, each with a prompt of its own."""
-        return self if self.group is None else Shape(self.rows, None, self.longest, self.longest)
+        if self.group is None:
+            return self
+        return Shape(self.rows, None, self.longest, self.longest)
 
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return self.prompts * (self.group or 1)
+        if self.group is None:
+            return self.prompts
+        return self.prompts * self.group
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its row, without the last token, which is only a target."""
-        return self.time if self.group is None else self.prompt_time + self.time - 1
+        if self.group is None:
+            return self.time
+        return self.prompt_time + self.time - 1
 
     @property
     def positions(self) -> int:
@@ -121,7 +133,9 @@ def sampled_shape(config: Config, prompt_tokens: int) -> Shape:
     Args:
         prompt_tokens: number of tokens in the longest prompt.
     """
-    return answered_shape(config.rollout, config.rollout.group_size, None if config.has_trajectories else prompt_tokens)
+    if config.has_trajectories:
+        return answered_shape(config.rollout, config.rollout.group_size, None)
+    return answered_shape(config.rollout, config.rollout.group_size, prompt_tokens)
 
 
 def answered_shape(rollout: RolloutConfig, group_size: int, prompt_tokens: int | None) -> Shape:
@@ -141,10 +155,18 @@ def answered_shape(rollout: RolloutConfig, group_size: int, prompt_tokens: int |
 def row_places(groups: Sequence[Group], shape: Shape) -> list[int]:
     """The index in the batch of each row of the groups, in order."""
     if shape.group is None:
-        return list(range(sum(len(completion.rows) for group in groups for completion in group.completions)))
-    return [
-        number * shape.group + place for number, group in enumerate(groups) for place in range(len(group.completions))
-    ]
+        completions = _completions(groups)
+        return list(range(sum(len(completion.rows) for completion in completions)))
+    places = []
+    for number, group in enumerate(groups):
+        first = number * shape.group
+        places += range(first, first + len(group.completions))
+    return places
+
+
+def _completions(groups: Iterable[Group]) -> list[Completion]:
+    """The completions of all groups, in order."""
+    return list(itertools.chain.from_iterable(group.completions for group in groups))
 
 
 class _PlacedRow(NamedTuple):
@@ -182,28 +204,24 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         shape: shape of the batch; without `group`, the number of rows doubles until all rows fit.
         logprobs: False to omit behavior log-probs, for algorithms that do not read them. If True, completions without
             log-probs get NaN, so that a loss that reads them becomes NaN too.
-        turns: room for turns, which doubles until all turns fit; adds turn rewards to the batch. None: no rewards of
-            turns.
+        turns: capacity for turns, which doubles until all turns fit; adds turn rewards to the batch. None: no turn
+            rewards.
     Raises:
         ValueError: a group that does not fit the shape, or a completion that the shape has no place for.
     """
     # First, because with a group size a row's place follows from its group: one row too many would overwrite another.
     if shape.group is not None:
         _check_groups(groups, shape)
-    numbered = [
-        (group_number, completion, row_number, row)
-        for group_number, group in enumerate(groups)
-        for completion in group.completions
-        for row_number, row in enumerate(completion.rows)
-    ]
-    rows = [_PlacedRow(index, *row) for index, row in zip(row_places(groups, shape), numbered, strict=True)]
+    rows = _placed_rows(groups, shape)
     if shape.group is None:
         lengths = np.array([len(row.row.prompt_tokens) + len(row.row.tokens) for row in rows], int)
         _check_lengths(lengths, shape.time + 1, lambda number: rows[number].name)
         # Doubled, and not the number that fits: each new shape compiles another update, so there should be few.
         while shape.prompts < len(rows):
             shape = shape._replace(prompts=2 * shape.prompts)
-    parts = {name for row in rows for name in row.grade.reward_parts or ()}
+    parts: set[str] = set()
+    for row in rows:
+        parts.update(row.grade.reward_parts or ())
     batch = _empty_batch(shape, sorted(parts), logprobs)
     if shape.group is None:
         prompts = [row.row.prompt_tokens for row in rows]
@@ -211,7 +229,9 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         prompts = [group.prompt_tokens for group in groups]
 
     def prompt_name(number: int) -> str:
-        return rows[number].name if shape.group is None else f"prompt of group {groups[number].id!r}"
+        if shape.group is None:
+            return rows[number].name
+        return f"prompt of group {groups[number].id!r}"
 
     _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, prompt_name)
     real = _fill_rows(batch, rows)
@@ -233,6 +253,17 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
         rewards[row.index, : len(completion_turns(row.completion))] = turn_rewards(row.completion)
         turn_numbers[row.index, : len(row.row.tokens)] = token_turns(row.completion, row.number)
     return batch._replace(turn_rewards=rewards, token_turns=turn_numbers)
+
+
+def _placed_rows(groups: Sequence[Group], shape: Shape) -> list[_PlacedRow]:
+    """The rows of all completions with their indices in the batch, in order."""
+    places = iter(row_places(groups, shape))
+    rows = []
+    for group_number, group in enumerate(groups):
+        for completion in group.completions:
+            for row_number, row in enumerate(completion.rows):
+                rows.append(_PlacedRow(next(places), group_number, completion, row_number, row))
+    return rows
 
 
 def _empty_batch(shape: Shape, parts: Sequence[str], logprobs: bool) -> Batch:
@@ -265,26 +296,37 @@ def _fill_rows(batch: Batch, rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "ba
     indices = np.array([row.index for row in rows], int)
     _fill(batch.completions, real, indices, [row.row.tokens for row in rows], lambda number: rows[number].name)
     # The mask selects the tokens in the order of the rows, so joined arrays of all rows are written at once.
-    mask = np.concatenate([np.zeros(0, bool), *(row.row.mask for row in rows)])
+    mask = _concatenated([row.row.mask for row in rows], bool)
     batch.completion_mask[real] = mask
     if batch.behavior_logprobs is not None:
-        known = [
-            np.full(len(row.row.mask), np.nan) if row.row.behavior_logprobs is None else row.row.behavior_logprobs
-            for row in rows
-        ]
-        batch.behavior_logprobs[real] = np.where(mask, np.concatenate([np.zeros(0, np.float32), *known]), 0.0)
+        logprobs = []
+        for row in rows:
+            known = row.row.behavior_logprobs
+            if known is None:
+                known = np.full(len(row.row.mask), np.nan)
+            logprobs.append(known)
+        batch.behavior_logprobs[real] = np.where(mask, _concatenated(logprobs, np.float32), 0.0)
     for name, values in join_recorded((row.row.recorded, len(row.row.tokens)) for row in rows).items():
         recorded = np.full((*real.shape, *values.shape[1:]), missing_value(values.dtype), values.dtype)
         recorded[real] = values
         batch.recorded[name] = recorded
-    versions = [row.completion.policy_version for row in rows]
-    batch.policy_version[indices] = [FOREIGN if version is None else version for version in versions]
     batch.truncated[indices] = [row.completion.truncated for row in rows]
     batch.rewards[indices] = [row.grade.reward for row in rows]
-    batch.accurate[indices] = [np.nan if row.grade.accurate is None else row.grade.accurate for row in rows]
-    for part, values in batch.reward_parts.items():
-        values[indices] = [(row.grade.reward_parts or {}).get(part, np.nan) for row in rows]
+    for row in rows:
+        if row.completion.policy_version is not None:
+            batch.policy_version[row.index] = row.completion.policy_version
+        if row.grade.accurate is not None:
+            batch.accurate[row.index] = row.grade.accurate
+        for part, value in (row.grade.reward_parts or {}).items():
+            batch.reward_parts[part][row.index] = value
     return real
+
+
+def _concatenated(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    """Arrays end to end; without arrays, none of this dtype."""
+    if not arrays:
+        return np.zeros(0, dtype)
+    return np.concatenate(arrays)
 
 
 def minibatch_rows(
@@ -304,8 +346,8 @@ def minibatch_rows(
         return None
     # Cut by groups and not by rows: advantages compare the completions of a group.
     pass_, minibatch = divmod(index, training.minibatches)
-    order = np.random.default_rng([seed, 7, pass_]).permutation(groups)
-    order = [*order.tolist(), *range(groups, batch.shape.prompts)]
+    order = np.random.default_rng([seed, 7, pass_]).permutation(groups).tolist()
+    order += range(groups, batch.shape.prompts)
     return np.isin(batch.group_ids, order[minibatch :: training.minibatches])
 
 
@@ -318,13 +360,15 @@ def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
         if len(group.completions) > shape.group:
             size = len(group.completions)
             raise ValueError(f"group {group.id!r} has {size} completions; the batch has room for {shape.group}")
-    completions = [completion for group in groups for completion in group.completions]
-    masks = [row.mask for completion in completions for row in completion.rows]
+    completions = _completions(groups)
     # Checks all masks at once, and looks for the completion only to name it in an error.
-    if any(len(completion.rows) != 1 for completion in completions) or not np.concatenate([[True], *masks]).all():
-        for completion in completions:
-            if len(completion.rows) != 1 or not completion.rows[0].mask.all():
-                raise ValueError(f"row {completion.id!r} is a trajectory, which does not fit a batch of single turns")
+    if all(len(completion.rows) == 1 for completion in completions):
+        masks = [completion.rows[0].mask for completion in completions]
+        if _concatenated(masks, bool).all():
+            return
+    for completion in completions:
+        if len(completion.rows) != 1 or not completion.rows[0].mask.all():
+            raise ValueError(f"row {completion.id!r} is a trajectory, which does not fit a batch of single turns")
 
 
 def _check_lengths(lengths: Int[np.ndarray, " sequences"], room: int, name: Callable[[int], str]) -> None:
@@ -351,7 +395,7 @@ def _fill(
     is_token = np.arange(room) < lengths[:, None]
     mask[rows] = is_token
     filled = np.zeros(is_token.shape, tokens.dtype)
-    filled[is_token] = np.concatenate([np.zeros(0, tokens.dtype), *sequences])
+    filled[is_token] = _concatenated(sequences, tokens.dtype)
     tokens[rows] = filled
 
 
@@ -365,7 +409,8 @@ def token_turns(completion: Completion, row: int) -> Int[np.ndarray, " time"]:
     turns = completion_turns(completion)
     numbers = [number for number, turn in enumerate(turns) if turn.row == row]
     ended = np.searchsorted([turns[number].end for number in numbers], np.arange(len(mask)), side="right")
-    return np.where(mask, np.array([*numbers, -1])[ended], -1).astype(np.int32)
+    numbers.append(-1)  # after the last turn
+    return np.where(mask, np.array(numbers)[ended], -1).astype(np.int32)
 
 
 def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
@@ -385,8 +430,10 @@ def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
 def with_top_tokens(batch: Batch, count: int) -> Batch:
     """The batch with the `count` most likely recorded tokens of each token, or without any if `count` is 0."""
     recorded = {name: values for name, values in batch.recorded.items() if name not in (TOP_IDS, TOP_LOGPROBS)}
-    for name, missing in ((TOP_IDS, np.int32(-1)), (TOP_LOGPROBS, np.float32(np.nan))) if count else ():
-        # One shape for all batches, as completions of a store may have records of another size, or none.
+    if not count:
+        return batch._replace(recorded=recorded)
+    for name, missing in ((TOP_IDS, np.int32(-1)), (TOP_LOGPROBS, np.float32(np.nan))):
+        # One shape for all batches, as completions of a store may have records of a different size, or none.
         recorded[name] = np.full((*batch.completions.shape, count), missing)
         known = batch.recorded.get(name, recorded[name])[..., :count]
         recorded[name][..., : known.shape[-1]] = known

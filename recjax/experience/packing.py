@@ -93,19 +93,26 @@ def row_shape(
     """
     rows = budget // longest // multiple * multiple
     tokens = budget // max(rows, 1)
-    if tokens // TILE * TILE >= longest:
-        tokens = tokens // TILE * TILE
+    in_tiles = tokens // TILE * TILE
+    if in_tiles >= longest:
+        tokens = in_tiles
     if rows * (tokens // longest) < together:
         enough = longest * -(-together // multiple) * multiple
-        room = f"{together} of the longest sequences, {longest} tokens each" if together > 1 else f"{longest} tokens"
-        sharing = f" on each of {multiple} devices" if multiple > 1 else ""
+        room = f"{longest} tokens"
+        if together > 1:
+            room = f"{together} of the longest sequences, {longest} tokens each"
+        sharing = ""
+        if multiple > 1:
+            sharing = f" on each of {multiple} devices"
         raise UserError(
             "training.tokens_per_micro_batch",
             f"a micro-batch must have room for {room}{sharing}",
             f"raise it to {enough} or more, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens",
             value=budget,
         )
-    return RowShape(rows if sequences is None else min(rows, -(-sequences // multiple) * multiple), tokens)
+    if sequences is not None:
+        rows = min(rows, -(-sequences // multiple) * multiple)
+    return RowShape(rows, tokens)
 
 
 def is_packed(config: Config, shape: Shape) -> bool:
@@ -143,7 +150,9 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
             most = MICRO_BATCH_TOKENS * multiple
         budget = min(max(LEAST_TOKENS * multiple, shape.positions // MOST_MICRO_BATCHES), most)
         return row_shape(max(budget, shape.longest * multiple), shape.longest, 1, multiple, shape.rows)
-    together = shape.group or 1 if algorithm.compares_completions else 1
+    together = 1
+    if algorithm.compares_completions and shape.group is not None:
+        together = shape.group
     return row_shape(budget, shape.longest, together, multiple, shape.rows)
 
 
@@ -177,10 +186,33 @@ def pack(
         UserError: a micro-batch is too small for what goes together.
     """
     sequences = _sequences(batch, share)
+    units = _units(sequences.lengths, batch.group_ids, together)
+    if together is not None:
+        unit_name = "trajectory" if together is batch.trajectories else "group"
+        shape = _shape_for_units(sequences, units, shape, grow, unit_name)
+    if most is None:
+        most = -(-len(batch.completions) // shape.rows)
+    row_numbers = _first_fit(sequences, units, shape, most)
+    while row_numbers is None:
+        most *= 2
+        row_numbers = _first_fit(sequences, units, shape, most)
+    return _laid_out(batch, sequences, shape, most, row_numbers)
+
+
+def _shape_for_units(
+    sequences: _Sequences, units: list[list[int]], shape: RowShape, grow: bool, unit_name: str
+) -> RowShape:
+    """The shape, with doubled rows until each unit fits one micro-batch.
+
+    Args:
+        grow: whether the rows may double.
+        unit_name: word for a unit in the error.
+    Raises:
+        UserError: a unit does not fit.
+    """
     lengths = sequences.lengths
-    units = _units(lengths, batch.group_ids, together)
-    for unit in units if together is not None else ():
-        # Each row has room for some of the longest sequences, so most units fit without a look at the others.
+    for unit in units:
+        # Each row has space for some of the longest sequences, so most units fit without a look at their sequences.
         while shape.rows * (shape.tokens // lengths[unit[0]]) < len(unit):
             if _first_fit(sequences, [unit], shape, 1) is not None:
                 break
@@ -188,16 +220,12 @@ def pack(
                 raise UserError(
                     "training.tokens_per_micro_batch",
                     f"a micro-batch has room for {shape.rows} rows of {shape.tokens} tokens, but rows of"
-                    f" {', '.join(str(lengths[index]) for index in unit)} tokens belong to one"
-                    f" {'trajectory' if together is batch.trajectories else 'group'}, which this algorithm reads"
-                    " together",
+                    f" {', '.join(str(lengths[index]) for index in unit)} tokens belong to one {unit_name}, which this"
+                    " algorithm reads together",
                     "raise it",
                 )
             shape = shape._replace(rows=2 * shape.rows)
-    most = most or -(-len(batch.completions) // shape.rows)
-    while (row_of := _first_fit(sequences, units, shape, most)) is None:
-        most *= 2
-    return _laid_out(batch, sequences, shape, most, row_of)
+    return shape
 
 
 def _units(lengths: np.ndarray, groups: np.ndarray, together: np.ndarray | None) -> list[list[int]]:
@@ -206,7 +234,9 @@ def _units(lengths: np.ndarray, groups: np.ndarray, together: np.ndarray | None)
     The largest groups come first, and in a group the longest sequences; sequences with a common prompt are adjacent.
     """
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-    names = np.arange(len(lengths)) if together is None else np.asarray(together)
+    names = np.arange(len(lengths))
+    if together is not None:
+        names = np.asarray(together)
     _, firsts, unit_of, counts = np.unique(names[order], return_index=True, return_inverse=True, return_counts=True)
     groups_of_units = groups[order[firsts]]
     tokens = np.bincount(unit_of, lengths[order])
@@ -240,7 +270,14 @@ def _sequences(batch: Batch, share: bool) -> _Sequences:
     ranks[order] = np.arange(count)
     # Mostly, a cluster is a group, whose sequences have a prompt of their own in common.
     bounds = _cluster_bounds(shared, min(int(np.bincount(batch.group_ids).max()), MOST_CLUSTERED))
-    return _Sequences(tokens, starts, sequence_lengths(batch), ranks, shared, bounds)
+    return _Sequences(
+        tokens=tokens,
+        starts=starts,
+        lengths=sequence_lengths(batch),
+        ranks=ranks,
+        shared=shared,
+        bounds=bounds,
+    )
 
 
 def _common(tokens: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Int[np.ndarray, " pairs"]:
@@ -252,7 +289,8 @@ def _common(tokens: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Int[np
     while len(pairs):
         offsets = common[pairs, None] + np.arange(WINDOW)
         inside = offsets < most[pairs, None]
-        first, second = (tokens[np.where(inside, side[pairs, None] + offsets, 0)] for side in (starts[1:], starts[:-1]))
+        first = tokens[np.where(inside, starts[1:][pairs, None] + offsets, 0)]
+        second = tokens[np.where(inside, starts[:-1][pairs, None] + offsets, 0)]
         differs = ~inside | (first != second)
         lengths = np.where(differs.any(-1), differs.argmax(-1), WINDOW)
         common[pairs] += lengths
@@ -273,7 +311,9 @@ def _end_at_other_records(common: np.ndarray, batch: Batch, order: np.ndarray) -
 
     # Prompts have no records, so pairs that differ in their prompts need no look.
     for pair in np.flatnonzero(common > np.minimum(prompts[order[1:]], prompts[order[:-1]])):
-        differs = np.not_equal(*(records(row)[: common[pair]] for row in order[pair : pair + 2].tolist())).any(-1)
+        first = records(order[pair])[: common[pair]]
+        second = records(order[pair + 1])[: common[pair]]
+        differs = (first != second).any(-1)
         if differs.any():
             common[pair] = differs.argmax()
 
@@ -296,12 +336,13 @@ class _Rows:
         self.used = 0  # number of rows up to the last one with a sequence
         # All sequences share this number of tokens; only neighbors between two such places share more.
         self._common = int(self._shared[1:].min(initial=shape.tokens))
-        self._cuts = [*np.flatnonzero(self._shared <= self._common).tolist(), len(self._ranks)]
+        self._cuts = np.flatnonzero(self._shared <= self._common).tolist()
+        self._cuts.append(len(self._ranks))
         # Free tokens of each row, also as a list, from which Python reads single numbers sooner.
         self._free = np.full(most * shape.rows, shape.tokens, np.int32)
         self._free_list = self._free.tolist()
         # The current cluster: tokens that it shares with sequences outside it in each row; the longest sequence that
-        # a row has room for if it shares these tokens; tokens that two members share; the row of each placed member.
+        # fits a row if it shares these tokens; tokens that two members share; the row of each placed member.
         self._shares = np.zeros_like(self._free)
         self._room = self._free.copy()
         self._cluster = range(0)
@@ -382,13 +423,11 @@ class _Rows:
         rows = slice(0, self.used + 1)
         self._shares[rows] = np.where(self._free[rows] < self._tokens, self._common, 0)
         number = bisect.bisect_right(self._cuts, first)
-        for shared, row_at in (
-            (self._shared[first : self._cuts[number - 1] : -1], self._row_at[self._cuts[number - 1] : first][::-1]),
-            (self._shared[end : self._cuts[number]], self._row_at[end : self._cuts[number]]),
-        ):
-            is_placed = row_at >= 0
-            if is_placed.any():
-                np.maximum.at(self._shares, row_at[is_placed], np.minimum.accumulate(shared)[is_placed])
+        earliest = self._cuts[number - 1]
+        latest = self._cuts[number]
+        # Neighbors before the cluster, from the nearest on, then those after it.
+        self._add_shares(self._shared[first:earliest:-1], self._row_at[earliest:first][::-1])
+        self._add_shares(self._shared[end:latest], self._row_at[end:latest])
         self._room[rows] = self._free[rows] + self._shares[rows]
         self._members = {}
         self._pairs = [[0]]
@@ -398,6 +437,12 @@ class _Rows:
             is_later = np.arange(end - first) > np.arange(end - first)[:, None]
             pairs = np.minimum.accumulate(np.where(is_later, self._shared[first:end], self._tokens), axis=1)
             self._pairs = np.where(is_later, pairs, pairs.T).tolist()
+
+    def _add_shares(self, shared: np.ndarray, row_at: np.ndarray) -> None:
+        """Raises the shares of rows with neighbors of the cluster; `shared` is between one neighbor and the next."""
+        is_placed = row_at >= 0
+        if is_placed.any():
+            np.maximum.at(self._shares, row_at[is_placed], np.minimum.accumulate(shared)[is_placed])
 
 
 def _cluster_bounds(shared: Int[np.ndarray, " batch"], most: int) -> list[int]:
@@ -414,13 +459,15 @@ def _cluster_bounds(shared: Int[np.ndarray, " batch"], most: int) -> list[int]:
             clusters.append(first)
             continue
         inner = shared[first + 1 : end]
-        cuts = np.flatnonzero(inner == inner.min()) + first + 1
-        waiting += itertools.pairwise([first, *cuts.tolist(), end])
-    return [*sorted(clusters), len(shared)]
+        cuts = (np.flatnonzero(inner == inner.min()) + first + 1).tolist()
+        waiting += itertools.pairwise([first, *cuts, end])
+    clusters.sort()
+    clusters.append(len(shared))
+    return clusters
 
 
 def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, most: int) -> np.ndarray | None:
-    """The row of each sequence, with the rows of all micro-batches end to end; None if the sequences do not fit.
+    """Row number of each sequence, counted over all micro-batches; None if the sequences do not fit.
 
     Each sequence goes where it takes the fewest tokens, so preferably next to sequences that begin alike.
 
@@ -429,7 +476,7 @@ def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, m
     """
     rows = _Rows(sequences, shape, most)
     for unit in units:
-        # All rows behind the first empty one are empty too, and sequences go into the first of equal rows.
+        # All rows after the first empty one are empty too, and sequences go into the first of equal rows.
         if len(unit) == 1:
             if not rows.place(unit[0], slice(0, rows.used + 1)):
                 return None
@@ -465,13 +512,13 @@ def _lowest(values: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> np.nda
     return lowest
 
 
-def _laid_out(batch: Batch, sequences: _Sequences, shape: RowShape, most: int, row_of: np.ndarray) -> Packed:
+def _laid_out(batch: Batch, sequences: _Sequences, shape: RowShape, most: int, row_numbers: np.ndarray) -> Packed:
     """The packed batch, with each sequence in its row from `_first_fit`."""
     tokens, positions, targets, ends = np.zeros((4, most * shape.rows * shape.tokens), np.int32)
     places = np.full(batch.completions.shape, -1, np.int32)
-    placed = np.flatnonzero(row_of >= 0)
-    placed = placed[np.lexsort((sequences.ranks[placed], row_of[placed]))]
-    rows = row_of[placed]
+    placed = np.flatnonzero(row_numbers >= 0)
+    placed = placed[np.lexsort((sequences.ranks[placed], row_numbers[placed]))]
+    rows = row_numbers[placed]
     ranks = sequences.ranks[placed]
     lengths = sequences.lengths[placed]
     is_first = np.diff(rows, prepend=-1) > 0
@@ -508,6 +555,12 @@ def _laid_out(batch: Batch, sequences: _Sequences, shape: RowShape, most: int, r
     last = firsts + counts - 1
     used = (start[last] + added[last] - 1) % shape.tokens + 1
     ends[path[_spans(on_path[last], lengths[last])]] = np.repeat(used, lengths[last])
-    count = np.array(row_of.max(initial=-1) // shape.rows + 1, np.int32)
-    tokens, positions, targets, ends = (array.reshape(most, *shape) for array in (tokens, positions, targets, ends))
-    return Packed(tokens, positions, targets, ends, places, count)
+    size = most, shape.rows, shape.tokens
+    return Packed(
+        tokens=tokens.reshape(size),
+        positions=positions.reshape(size),
+        targets=targets.reshape(size),
+        ends=ends.reshape(size),
+        places=places,
+        count=np.array(row_numbers.max(initial=-1) // shape.rows + 1, np.int32),
+    )

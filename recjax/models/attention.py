@@ -1,6 +1,7 @@
 """Attention over several key-value segments under one softmax, with an accelerator's own kernel where one fits."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,8 @@ def self_attention_mask(
     """True where a token may attend to a token of its own row, the last axis; see `Decoder.__call__` for the mask."""
     time = mask.shape[1]
     keys = mask[:, None, None, None, None, :]
-    keys = keys if mask.dtype == bool else jnp.arange(time)[:, None] < keys
+    if mask.dtype != bool:
+        keys = jnp.arange(time)[:, None] < keys
     return keys & jnp.tril(jnp.ones((time, time), bool))
 
 
@@ -75,19 +77,19 @@ def attend(
     keys, values, mask = segments[0]
     follow_from_ids = ids is not None and len(ids) == len(segments)
     are_padded = follow_from_ids and all(tokens.dtype == bool for tokens in ids)
-    is_whole_sequence = len(segments) == 1 and time > 1
+    is_complete_sequence = len(segments) == 1 and time > 1
     has_prompt = len(segments) == 2 and time > 1 and are_padded and keys.shape[2] <= LONGEST_PROMPT * time
-    # Pallas compiles for no mesh and for no absent GPU.
+    # Pallas cannot compile for a mesh, nor for a GPU that this machine lacks.
     one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
     has_cudnn = kernel in ("cudnn", "cudnn_lengths") and cap is None
-    if has_cudnn and kernel == "cudnn_lengths" and (has_prompt or (is_whole_sequence and are_padded)):
-        mixed = _on_each_device(functools.partial(_cudnn_of_parts, scale=scale), queries, segments, ids)
-    elif has_cudnn and is_whole_sequence:
+    if has_cudnn and kernel == "cudnn_lengths" and (has_prompt or (is_complete_sequence and are_padded)):
+        mixed = _on_each_device(functools.partial(_cudnn_with_prompts, scale=scale), queries, segments, ids)
+    elif has_cudnn and is_complete_sequence:
         mixed = cudnn_attention(queries, keys, values, scale, mask=mask.reshape(-1, 1, time, time))
     elif has_cudnn and is_sampling and time == 1 and one_gpu and head_dim.bit_count() == 1:
         mixed = one_token_attention(queries, segments, scale)
-    elif kernel == "splash" and (has_prompt or (is_whole_sequence and follow_from_ids)):
-        mixed = _on_each_device(functools.partial(_splash_of_parts, scale=scale, cap=cap), queries, segments, ids)
+    elif kernel == "splash" and (has_prompt or (is_complete_sequence and follow_from_ids)):
+        mixed = _on_each_device(functools.partial(_splash_with_prompts, scale=scale, cap=cap), queries, segments, ids)
     else:
         mixed = checkpoint_name(plain_attention(queries, segments, scale, cap), ATTENTION)
     return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
@@ -114,7 +116,7 @@ def plain_attention(
     return mixed.astype(queries.dtype)
 
 
-def _by_row(x: Array, held: Array, axis: int) -> Float[Array, "batch heads time units"]:
+def _by_row(x: Array, operand: Array, axis: int) -> Float[Array, "batch heads time units"]:
     """Matmuls with the keys or values of each row and head, in float32.
 
     They are written out because XLA on the CPU is several times faster if keys and values are the second operand, which
@@ -122,18 +124,18 @@ def _by_row(x: Array, held: Array, axis: int) -> Float[Array, "batch heads time 
 
     Args:
         x: [batch, heads, time, length or head_dim].
-        held: [rows, kv_heads, length, head_dim].
-        axis: axis of `held` to sum over.
+        operand: keys or values, [rows, kv_heads, length, head_dim].
+        axis: axis of `operand` to sum over.
     """
     batch, heads, time, size = x.shape
-    rows, kv_heads, *_ = held.shape
-    dtype = jnp.promote_types(x.dtype, held.dtype)
+    rows, kv_heads, *_ = operand.shape
+    dtype = jnp.promote_types(x.dtype, operand.dtype)
     repeats = batch // rows
     sharing = heads // kv_heads * time
     x = x.reshape(rows, repeats, kv_heads, sharing, size).swapaxes(1, 2)
     summed = jax.lax.dot_general(
         x.reshape(rows, kv_heads, repeats * sharing, size).astype(dtype),
-        held.astype(dtype),
+        operand.astype(dtype),
         (((3,), (axis,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
     )
@@ -158,7 +160,8 @@ def cudnn_attention(
     time = queries.shape[2]
     # With a mask, cuDNN takes even numbers of tokens.
     padded = [_lengthened(x.swapaxes(1, 2), 1, 2) for x in (queries, keys, values)]
-    mask = None if mask is None else _lengthened(_lengthened(mask, 2, 2), 3, 2)
+    if mask is not None:
+        mask = _lengthened(_lengthened(mask, 2, 2), 3, 2)
     mixed = jax.nn.dot_product_attention(
         *padded,
         mask=mask,
@@ -171,11 +174,11 @@ def cudnn_attention(
     return mixed[:, :time].swapaxes(1, 2)
 
 
-def _cudnn_of_parts(queries: Array, pairs: list, ids: tuple[Array, ...], scale: float) -> Array:
+def _cudnn_with_prompts(queries: Array, pairs: list, ids: tuple[Array, ...], scale: float) -> Array:
     """`cudnn_attention` of right-padded rows, or of completions over the prompts that they share.
 
-    cuDNN masks by lengths only what is behind a row's tokens. Each completion therefore gets a row of its own, with its
-    tokens right behind the prompt's; in the prompt's places, queries are zeros.
+    With lengths, cuDNN masks only the padding after a row's tokens. Each completion therefore gets a row of its own,
+    with its tokens right after the prompt's; in the prompt's places, queries are zeros.
 
     Args:
         pairs: (keys, values) of each part.
@@ -188,11 +191,16 @@ def _cudnn_of_parts(queries: Array, pairs: list, ids: tuple[Array, ...], scale: 
     batch, time = ids[-1].shape
     starts = jnp.repeat(ids[0].sum(-1, dtype=jnp.int32), batch // len(ids[0]))
     put = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
-    empty = jnp.zeros((*queries.shape[:2], ids[0].shape[1], queries.shape[3]), queries.dtype)
-    padded, keys, values = (
-        put(jnp.concatenate([prompt, jnp.zeros_like(completion)], axis=2), completion, starts)
-        for prompt, completion in ((empty, queries), *_with_prompts(pairs))
-    )
+    _, heads, _, head_dim = queries.shape
+    no_queries = jnp.zeros((batch, heads, ids[0].shape[1], head_dim), queries.dtype)
+
+    def after_prompt(prompt: Array, completion: Array) -> Array:
+        return put(jnp.concatenate([prompt, jnp.zeros_like(completion)], axis=2), completion, starts)
+
+    padded = after_prompt(no_queries, queries)
+    (prompt_keys, completion_keys), (prompt_values, completion_values) = _with_prompts(pairs)
+    keys = after_prompt(prompt_keys, completion_keys)
+    values = after_prompt(prompt_values, completion_values)
     mixed = cudnn_attention(padded, keys, values, scale, lengths=jnp.maximum(starts + lengths, 1))
     return jax.vmap(functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=time, axis=1))(mixed, starts)
 
@@ -203,7 +211,7 @@ def _with_prompts(pairs: list) -> list[tuple[Array, Array]]:
     group = len(completions[0]) // len(prompts[0])
     # The gradient of a prompt sums over its completions in float32.
     repeated = [jnp.repeat(x.astype(jnp.float32), group, axis=0).astype(x.dtype) for x in prompts]
-    return [*zip(repeated, completions, strict=True)]
+    return list(zip(repeated, completions, strict=True))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # a scan over layers takes no kernel outside of jit
@@ -212,8 +220,14 @@ def one_token_attention(
 ) -> Float[Array, "batch heads 1 head_dim"]:
     """Attention of one token per row, as one kernel on an NVIDIA GPU; `plain_attention` takes about fifteen.
 
-    It has no gradient. An instance of the kernel has the heads that share a row's keys, and takes one block of keys
-    after another.
+    It has no gradient. An instance of the kernel computes the query heads of one row that share a key head. It reads
+    their keys and values segment by segment, block by block, and keeps a running softmax:
+
+        grid (batch, kv_heads)        one instance
+                                      queries  [rows, head_dim]    the sharing heads, filled up to `rows`
+        segment 0  keys [length_0]    |block 0|block 1| … |        KEYS keys each; the last one may be partly outside
+        segment 1  keys [length_1]    |block 0| … |
+                                      carry    mixed [rows, head_dim], largest score [rows], sum of weights [rows]
 
     Args:
         queries: in bfloat16, as keys and values are; head_dim is a power of two.
@@ -224,27 +238,29 @@ def one_token_attention(
 
     batch, heads, _, width = queries.shape
     kv_heads = segments[0][0].shape[1]
-    count = heads // kv_heads
+    count = heads // kv_heads  # heads that share a key head
+    rows = max(LEAST_ROWS, 1 << (count - 1).bit_length())
+    instance_heads = pallas.BlockSpec((None, None, rows, width), lambda row, head: (row, head, 0, 0))
     arrays = []
     specs = []
-    rows = max(LEAST_ROWS, 1 << (count - 1).bit_length())
-    whole = pallas.BlockSpec((None, None, rows, width), lambda row, head: (row, head, 0, 0))
     for keys, values, mask in segments:
         length = keys.shape[2]
         sharing = batch // len(keys)
         seen = jnp.broadcast_to(mask, (len(keys), sharing, 1, 1, 1, length)).reshape(batch, length)
-        arrays += [keys, values, seen.astype(jnp.int32)]
-        of_row = pallas.BlockSpec(
+        # Rows that share a prompt read the same keys and values.
+        row_keys = pallas.BlockSpec(
             (None, None, length, width), lambda row, head, sharing=sharing: (row // sharing, head, 0, 0)
         )
-        specs += [of_row, of_row, pallas.BlockSpec((None, length), lambda row, head: (row, 0))]
+        row_mask = pallas.BlockSpec((None, length), lambda row, head: (row, 0))
+        arrays += [keys, values, seen.astype(jnp.int32)]
+        specs += [row_keys, row_keys, row_mask]
 
     def kernel(queries_ref, *refs):
         *refs, out_ref = refs
         real = (jnp.arange(rows) < count)[:, None]
         queries = triton.load(queries_ref.at[:, :], mask=real, other=0.0)
         carry = jnp.zeros((rows, width)), jnp.full(rows, -1e30), jnp.zeros(rows)
-        for keys_ref, values_ref, seen_ref in zip(*(refs[offset::3] for offset in range(3)), strict=True):
+        for keys_ref, values_ref, seen_ref in zip(refs[::3], refs[1::3], refs[2::3], strict=True):
             length = seen_ref.shape[0]
             size = min(KEYS, max(LEAST_ROWS, 1 << (length - 1).bit_length()))
 
@@ -252,16 +268,16 @@ def one_token_attention(
                 mixed, largest, total = carry
                 places = pallas.ds(block * size, size)
                 inside = block * size + jnp.arange(size) < seen_ref.shape[0]
-                keys, values = (
-                    triton.load(ref.at[places, :], mask=inside[:, None], other=0.0) for ref in (keys_ref, values_ref)
-                )
+                keys = triton.load(keys_ref.at[places, :], mask=inside[:, None], other=0.0)
+                values = triton.load(values_ref.at[places, :], mask=inside[:, None], other=0.0)
                 seen = triton.load(seen_ref.at[places], mask=inside, other=0)
                 scores = jnp.where((seen != 0)[None], triton.dot(queries, keys.T) * scale, -1e30)
-                now = jnp.maximum(largest, scores.max(axis=-1))
-                weights = jnp.where(inside[None], jnp.exp(scores - now[:, None]), 0.0)
-                kept = jnp.exp(largest - now)
-                mixed = kept[:, None] * mixed + triton.dot(weights.astype(values.dtype), values)
-                return mixed, now, kept * total + weights.sum(axis=-1)
+                new_largest = jnp.maximum(largest, scores.max(axis=-1))
+                weights = jnp.where(inside[None], jnp.exp(scores - new_largest[:, None]), 0.0)
+                # Earlier sums are relative to the earlier largest score.
+                rescale = jnp.exp(largest - new_largest)
+                mixed = rescale[:, None] * mixed + triton.dot(weights.astype(values.dtype), values)
+                return mixed, new_largest, rescale * total + weights.sum(axis=-1)
 
             carry = jax.lax.fori_loop(0, pallas.cdiv(length, size), add, carry)
         mixed, _, total = carry
@@ -270,8 +286,8 @@ def one_token_attention(
     mixed = pallas.pallas_call(
         kernel,
         grid=(batch, kv_heads),
-        in_specs=[whole, *specs],
-        out_specs=whole,
+        in_specs=[instance_heads, *specs],
+        out_specs=instance_heads,
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, count, width), queries.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
@@ -300,7 +316,7 @@ def splash_attention(
     earlier = keys.shape[2] - time
     padded = [_lengthened(x, 2, LANES) for x in (queries * scale, keys, values)]
     shape = padded[0].shape[2], padded[1].shape[2]
-    block = next(size for size in (512, 256, LANES) if not any(length % size for length in shape))
+    block = next(size for size in (512, 256, LANES) if math.gcd(*shape) % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: Any = {f"block_{name}": block for name in names}
     kernel: Any = splash_attention_kernel.make_splash_mha(
@@ -319,8 +335,8 @@ def splash_attention(
     return mixed[:, :, :time]
 
 
-def _splash_of_parts(queries: Array, pairs: list, ids: tuple[Array, ...], scale: float, cap: float | None) -> Array:
-    """`splash_attention` of rows, or of completions over the prompts that they share; see `_cudnn_of_parts`.
+def _splash_with_prompts(queries: Array, pairs: list, ids: tuple[Array, ...], scale: float, cap: float | None) -> Array:
+    """`splash_attention` of rows, or of completions over the prompts that they share; see `_cudnn_with_prompts`.
 
     Splash attention masks padding anywhere, so that no token moves and the prompt has no queries.
     """
@@ -332,19 +348,21 @@ def _splash_of_parts(queries: Array, pairs: list, ids: tuple[Array, ...], scale:
             jnp.concatenate([_lengthened(prompt, 2, LANES), completion], axis=2)
             for prompt, completion in _with_prompts(pairs)
         )
-        of_prompts = jnp.repeat(_lengthened(ids[0], 1, LANES), len(ids[1]) // len(ids[0]), axis=0)
-        tokens = jnp.concatenate([of_prompts, ids[1]], axis=1)
-    return splash_attention(queries, keys, values, tokens.astype(jnp.int32), scale, cap)
+        prompt_ids = jnp.repeat(_lengthened(ids[0], 1, LANES), len(ids[1]) // len(ids[0]), axis=0)
+        tokens = jnp.concatenate([prompt_ids, ids[1]], axis=1)
+    return splash_attention(queries, keys, values, ids=tokens.astype(jnp.int32), scale=scale, cap=cap)
 
 
-def _on_each_device(of_parts: Callable, queries: Array, segments: list, ids: tuple[Array, ...]) -> Array:
-    """`of_parts(queries, pairs, ids)` on each device's own rows and heads, as XLA cannot split the kernels over a mesh.
+def _on_each_device(attention: Callable, queries: Array, segments: list, ids: tuple[Array, ...]) -> Array:
+    """`attention(queries, pairs, ids)` on each device's own rows and heads: XLA cannot split the kernels over a mesh.
 
     Padding of right-padded rows is zero before and after, also in the gradients: kernels may leave anything there.
     """
 
     def zeroed(x: Array, real: Array) -> Array:
-        return jnp.where(real[:, None, :, None], x, 0) if real.dtype == bool else x
+        if real.dtype != bool:
+            return x
+        return jnp.where(real[:, None, :, None], x, 0)
 
     queries = zeroed(queries, ids[-1])
     pairs = [(zeroed(keys, real), zeroed(values, real)) for (keys, values, _), real in zip(segments, ids, strict=True)]
@@ -353,8 +371,8 @@ def _on_each_device(of_parts: Callable, queries: Array, segments: list, ids: tup
         rows = dividing_axes(ROWS, len(ids[0]), mesh.shape)
         heads = PartitionSpec(rows, dividing_axes(("tensor",), pairs[0][0].shape[1], mesh.shape))
         specs = {"in_specs": (heads, heads, PartitionSpec(rows)), "out_specs": heads}
-        of_parts = jax.shard_map(of_parts, **specs, check_vma=False)
-    return zeroed(of_parts(queries, pairs, ids), ids[-1])
+        attention = jax.shard_map(attention, **specs, check_vma=False)
+    return zeroed(attention(queries, pairs, ids), ids[-1])
 
 
 def _lengthened(x: Array, axis: int, multiple: int) -> Array:
@@ -366,4 +384,6 @@ def _lengthened(x: Array, axis: int, multiple: int) -> Array:
 
 def capped(x: Array, cap: float | None) -> Array:
     """cap · tanh(x / cap); x if cap is None."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
+    if cap is None:
+        return x
+    return cap * jnp.tanh(x / cap)

@@ -13,13 +13,25 @@ from jaxtyping import Array, Bool, Float, Int
 from recjax.models.attention import ATTENTION, CUDNN_FORWARD, capped, pairs, self_attention_mask
 from recjax.models.decoder_config import DecoderConfig, rotary_of
 from recjax.models.experts import NO_RECORD
-from recjax.models.layer import PRODUCT, Block, Period, PerLayer, RMSNorm, Section, cut, joined, run_layers
-from recjax.models.placement import constrain, constrain_params, stream_axes
+from recjax.models.layer import (
+    PRODUCT,
+    Block,
+    Cache,
+    KeysValues,
+    Period,
+    PerLayer,
+    RMSNorm,
+    Section,
+    cut,
+    joined,
+    run_layers,
+)
+from recjax.models.placement import constrain, constrain_params, hidden_axes
 from recjax.models.products import product
-from recjax.models.rotary import turns_of
+from recjax.models.rotary import RotaryAngles, rotary_angles
 
 
-def _is_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
     """True for cuDNN's forward pass: its backward pass reads the outputs, and JAX gives them no checkpoint name."""
     return primitive.name.startswith(CUDNN_FORWARD)
 
@@ -28,7 +40,7 @@ def _is_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
 REMAT = {
     "none": jax.checkpoint_policies.everything_saveable,
     "attention": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION), _is_of_cudnn
+        jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION), _is_cudnn_forward
     ),
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -94,9 +106,9 @@ class Decoder(nn.Module):
         mask: Bool[Array, "batch time"] | Int[Array, "batch time"],
         contexts: tuple[Context, ...] = (),
         write_at: Int[Array, ""] | None = None,
-        turns: tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]] | None = None,
+        angles: RotaryAngles | None = None,
         experts: Int[Array, "batch time layers per_token"] | None = None,
-    ) -> tuple[Float[Array, "batch time hidden"], tuple]:
+    ) -> tuple[Float[Array, "batch time hidden"], Cache]:
         """Runs the layers.
 
         Args:
@@ -108,26 +120,25 @@ class Decoder(nn.Module):
             write_at: index in the last context at which the keys and values of these tokens are written; the context's
                 mask and positions already include them. A sampling loop so updates its cache without a copy. None: do
                 not write.
-            turns: `turns(positions)`, if the caller has it; None: compute it here.
+            angles: `rotary_angles(positions)`, if the caller has them; None: compute them here.
             experts: experts of each token; `NO_RECORD` where the router chooses; None: the router chooses everywhere.
         Returns:
-            Hidden states after the final norm, and (keys, values) of these tokens, each
+            Hidden states after the final norm, and the cache of these tokens: keys and values, each
             [layers, batch, kv_heads, time, head_dim], or in the form of a context's; with `write_at`, the keys and
-            values of the last context. If layers have delta nets, also the states after these tokens: (keys, values,
-            states).
+            values of the last context. States of delta nets are those after these tokens.
         """
-        (hidden,), keys_values = self.run((Tokens(tokens, positions, mask, experts),), contexts, write_at, turns)
-        return hidden, keys_values
+        (hidden,), cache = self.run((Tokens(tokens, positions, mask, experts),), contexts, write_at, angles)
+        return hidden, cache
 
-    def turns(
-        self, positions: Int[Array, "batch time"]
-    ) -> tuple[Float[Array, "batch time half"], Float[Array, "batch time half"]] | None:
-        """Cosine and sine of the rotary angles; None if layers have different frequencies.
+    def rotary_angles(self, positions: Int[Array, "batch time"]) -> RotaryAngles | None:
+        """Rotary angles of tokens at these positions; None if layers have different frequencies.
 
         Sampling loops compute them before the loop, as XLA would otherwise compute them in every layer.
         """
         rotary = rotary_of(self.config)
-        return turns_of(positions, rotary) if rotary.frequencies.ndim == 1 else None
+        if rotary.frequencies.ndim > 1:
+            return None
+        return rotary_angles(positions, rotary)
 
     def run_groups(
         self, prompts: Tokens, completions: Tokens
@@ -137,8 +148,8 @@ class Decoder(nn.Module):
         Args:
             completions: batch/prompts consecutive rows for each prompt.
         """
-        (of_prompts, of_completions), _ = self.run((prompts, completions))
-        return of_prompts, of_completions
+        (prompt_hidden, completion_hidden), _ = self.run((prompts, completions))
+        return prompt_hidden, completion_hidden
 
     @nn.compact
     def run(
@@ -146,24 +157,26 @@ class Decoder(nn.Module):
         parts: tuple[Tokens, ...],
         contexts: tuple[Context, ...] = (),
         write_at: Int[Array, ""] | None = None,
-        turns: tuple[Array, Array] | None = None,
-    ) -> tuple[list[Float[Array, "batch time hidden"]], tuple]:
+        angles: RotaryAngles | None = None,
+    ) -> tuple[list[Float[Array, "batch time hidden"]], Cache]:
         """Runs the layers on several parts; each part also attends to all earlier parts.
+
+        Layers run on the tokens of all parts at once, see `recjax.models.layer`; each part is a section there.
 
         Args:
             parts: the number of rows of each part is a multiple of the number of rows of every earlier part.
-            contexts, write_at, turns: see `__call__`; the last two require a single part.
+            contexts, write_at, angles: see `__call__`; the last two require a single part.
         Returns:
-            Hidden states of each part; keys and values of the last part, as `__call__` returns them.
+            Hidden states of each part; the cache of the last part, as `__call__` returns it.
         """
         embedded = self._embedded(parts)
-        sections = self._sections(parts, contexts, write_at is not None, turns)
-        hidden, keys_values = self._run_layers(embedded, contexts, self._per_layer(parts), sections, write_at)
+        sections = self._sections(parts, contexts, write_at is not None, angles)
+        hidden, cache = self._run_layers(embedded, contexts, self._per_layer(parts), sections, write_at)
         hidden = RMSNorm(self.config, self.dtype, name="norm")(hidden)
-        return cut(hidden, [tokens.ids.shape for tokens in parts]), keys_values
+        return cut(hidden, [tokens.ids.shape for tokens in parts]), cache
 
-    def _embedded(self, parts: tuple[Tokens, ...]) -> Array:
-        """The stream of the parts' embeddings, [all tokens, hidden]."""
+    def _embedded(self, parts: tuple[Tokens, ...]) -> Float[Array, "tokens hidden"]:
+        """The embeddings of all parts' tokens."""
         config = self.config
         shapes = [tokens.ids.shape for tokens in parts]
         embed = nn.Embed(
@@ -173,8 +186,8 @@ class Decoder(nn.Module):
             embedding_init=nn.initializers.normal(config.hidden_size**-0.5),
             name="embedding",
         )
-        rows, units = stream_axes(sum(time for _, time in shapes))
-        # Rows split along "fsdp" need whole embedding vectors; a lookup in a split table replicates all rows first.
+        rows, units = hidden_axes(sum(time for _, time in shapes))
+        # Rows split along "fsdp" need all units of their embeddings; a lookup in a split table replicates all rows.
         table = constrain(embed.embedding.astype(self.dtype), "tensor", units)
         ids = joined([tokens.ids.reshape(-1) for tokens in parts], shapes)
         embedded = constrain(jnp.take(table, ids, axis=0), rows, units)
@@ -187,94 +200,117 @@ class Decoder(nn.Module):
         parts: tuple[Tokens, ...],
         contexts: tuple[Context, ...],
         is_in_context: bool,
-        turns: tuple[Array, Array] | None,
+        angles: RotaryAngles | None,
     ) -> list[Section]:
         """The parts as layers read them, each with a mask for every source that it attends to.
 
         Args:
             is_in_context: True if the last context already includes the tokens of the only part.
         """
-        sources = [(context.mask, context.positions) for context in contexts]
+        source_masks = [context.mask for context in contexts]
+        source_positions = [context.positions for context in contexts]
         sections = []
         ids = ()
         for tokens in parts:
             ids += (tokens.mask,)
             if not is_in_context:
-                sources.append((tokens.mask, tokens.positions))
-            masks = [mask[:, None, None, None, None, :] for mask, _ in sources]
+                source_masks.append(tokens.mask)
+                source_positions.append(tokens.positions)
+            masks = [mask[:, None, None, None, None, :] for mask in source_masks]
             if not is_in_context:  # the last source is the part itself
                 masks[-1] = self_attention_mask(tokens.mask)
             distances = []
             if self.config.windows:
-                distances = [jnp.subtract(*pairs(tokens.positions, positions)) for _, positions in sources]
-            section_turns = self.turns(tokens.positions) if turns is None else turns
-            sections.append(Section(tokens.positions, section_turns, masks, distances, ids))
+                distances = [jnp.subtract(*pairs(tokens.positions, positions)) for positions in source_positions]
+            part_angles = angles
+            if angles is None:
+                part_angles = self.rotary_angles(tokens.positions)
+            sections.append(Section(tokens.positions, part_angles, masks, distances, ids))
         return sections
 
     def _per_layer(self, parts: tuple[Tokens, ...]) -> PerLayer:
         """The options that differ between layers."""
         config = self.config
         rotary = rotary_of(config)
+        if rotary.frequencies.ndim == 1:
+            rotary = None
         windows = None
         if config.windows:
-            windows = np.array([window or np.iinfo(np.int32).max for window in config.windows], np.int32)
-        experts = None
-        if any(tokens.experts is not None for tokens in parts):
-            assert config.experts is not None
-            of_token = config.num_layers, config.experts.per_token
-            recorded = [
-                jnp.full((*tokens.ids.shape, *of_token), NO_RECORD) if tokens.experts is None else tokens.experts
-                for tokens in parts
-            ]
-            shapes = [tokens.ids.shape for tokens in parts]
-            experts = joined([choices.reshape(-1, *of_token) for choices in recorded], shapes).swapaxes(0, 1)
-        return PerLayer(None if rotary.frequencies.ndim == 1 else rotary, windows, experts)
+            no_window = np.iinfo(np.int32).max
+            windows = np.array([window if window else no_window for window in config.windows], np.int32)
+        if all(tokens.experts is None for tokens in parts):
+            return PerLayer(rotary, windows)
+        assert config.experts is not None
+        choices = config.num_layers, config.experts.per_token
+        recorded = []
+        for tokens in parts:
+            experts = tokens.experts
+            if experts is None:
+                experts = jnp.full(tokens.ids.shape + choices, NO_RECORD)
+            recorded.append(experts.reshape(-1, *choices))
+        experts = joined(recorded, [tokens.ids.shape for tokens in parts])
+        return PerLayer(rotary, windows, experts.swapaxes(0, 1))
 
     def _run_layers(
         self,
-        embedded: Array,
+        embedded: Float[Array, "tokens hidden"],
         contexts: tuple[Context, ...],
         per_layer: PerLayer,
         sections: list[Section],
         write_at: Int[Array, ""] | None,
-    ) -> tuple[Array, tuple]:
-        """The stream after all layers, and keys and values in the form of a context's: written out, or as a scan."""
+    ) -> tuple[Float[Array, "tokens hidden"], Cache]:
+        """The hidden states after all layers, and the cache in the form of a context's: written out, or as a scan."""
         config = self.config
-        shared = config, self.dtype, self.attention, self.joined_projections
         block = Block
         if self.remat != "none":
             block = nn.remat(Block, prevent_cse=False, policy=REMAT[self.remat])
-        keys_values = tuple((context.keys, context.values) for context in contexts)
-        states = contexts[-1].states if contexts else ()
+        keys_values = tuple(KeysValues(context.keys, context.values) for context in contexts)
+        states = ()
+        if contexts:
+            states = contexts[-1].states
         if self.unrolled:
-            layers = [block(*shared, *kind, name=f"layer_{number}") for number, kind in enumerate(config.kinds)]
-            options = [
-                jax.tree.map(lambda option, number=number: option[number], per_layer)
-                for number in range(config.num_layers)
-            ]
-            return run_layers(layers, embedded, (keys_values, states), options, sections, write_at)
-        is_uniform = config.period == 1
-        if not is_uniform:  # options of each period's layers
-            per_layer = jax.tree.map(lambda x: x.reshape(-1, config.period, *x.shape[1:]), per_layer)
-        layers: Any = nn.scan(
-            block if is_uniform else Period,
+            layers = []
+            for number, kind in enumerate(config.kinds):
+                layer = block(
+                    config,
+                    self.dtype,
+                    self.attention,
+                    self.joined_projections,
+                    has_delta=kind.has_delta,
+                    is_dense=kind.is_dense,
+                    name=f"layer_{number}",
+                )
+                layers.append(layer)
+            return run_layers(
+                layers, embedded, keys_values, states, options=per_layer, sections=sections, write_at=write_at
+            )
+        in_a_scan: Any = functools.partial(
+            nn.scan,
             variable_axes={"params": 0, "routing": 0},
             split_rngs={"params": True},
-            in_axes=(0, 0, *(nn.broadcast,) * 2),
+            in_axes=(0, 0, nn.broadcast, nn.broadcast),
             length=config.num_layers // config.period,
         )
-        scanned = layers(*shared, *([] if is_uniform else [block]), name="layers")
-        return scanned(embedded, keys_values if is_uniform else (keys_values, states), per_layer, sections, write_at)
+        if config.period == 1:
+            layers = in_a_scan(block)(config, self.dtype, self.attention, self.joined_projections, name="layers")
+            hidden, new_keys_values = layers(embedded, keys_values, per_layer, sections, write_at)
+            return hidden, Cache(new_keys_values)
+        options_by_period = jax.tree.map(lambda x: x.reshape(-1, config.period, *x.shape[1:]), per_layer)
+        layers = in_a_scan(Period)(config, self.dtype, self.attention, self.joined_projections, block, name="layers")
+        return layers(embedded, (keys_values, states), options_by_period, sections, write_at)
 
 
 def logits(config: DecoderConfig, params: dict, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-    """Logits of the next token in float32; callers pass a few rows, never a whole [batch, time]."""
-    subscripts = "re,ev->rv" if "head" in params else "re,ve->rv"
-    weights = params["head"]["kernel"] if "head" in params else params["embedding"]["embedding"]
+    """Logits of the next token in float32; callers pass a few rows, never a complete [batch, time]."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    scores = product(subscripts, rows, weights, jnp.float32)
+    if "head" in params:
+        scores = product("re,ev->rv", rows, params["head"]["kernel"], jnp.float32)
+    else:
+        scores = product("re,ve->rv", rows, params["embedding"]["embedding"], jnp.float32)
     scores = scores.reshape(*hidden.shape[:-1], -1)
-    return capped(scores if config.logit_scale == 1.0 else scores * config.logit_scale, config.logit_cap)
+    if config.logit_scale != 1.0:
+        scores *= config.logit_scale
+    return capped(scores, config.logit_cap)
 
 
 @functools.partial(jax.jit, static_argnames="config")

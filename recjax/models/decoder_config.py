@@ -145,9 +145,11 @@ class DecoderConfig:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kind of each layer."""
-        no_layer = (False,) * self.num_layers
-        deltas = self.delta.layers if self.delta else no_layer
-        dense = (self.experts.dense if self.experts else ()) or no_layer
+        deltas = dense = (False,) * self.num_layers
+        if self.delta:
+            deltas = self.delta.layers
+        if self.experts and self.experts.dense:
+            dense = self.experts.dense
         return tuple(itertools.starmap(Kind, zip(deltas, dense, strict=True)))
 
     @property
@@ -155,24 +157,29 @@ class DecoderConfig:
         """Number of layers after which the kinds repeat, a divisor of `num_layers`; 1 if all layers have one kind."""
         kinds = self.kinds
         count = self.num_layers
-        return next(
-            size for size in range(1, count + 1) if count % size == 0 and kinds == kinds[:size] * (count // size)
-        )
+        sizes = [size for size in range(1, count + 1) if count % size == 0]
+        return next(size for size in sizes if kinds == kinds[:size] * (count // size))
 
     @property
     def attention_layers(self) -> int:
         """Number of layers with attention."""
-        return self.num_layers - (sum(self.delta.layers) if self.delta else 0)
+        if self.delta is None:
+            return self.num_layers
+        return self.num_layers - sum(self.delta.layers)
 
     @property
     def layer_weights(self) -> int:
         """Number of weights in a layer's matmuls, without adapters; the mean if layers differ."""
-        return self._layer_weights(self.experts.count if self.experts else 1)
+        if self.experts is None:
+            return self._layer_weights(1)
+        return self._layer_weights(self.experts.count)
 
     @property
     def active_layer_weights(self) -> int:
         """Number of weights in a layer's matmuls that run for each token: `layer_weights` without idle experts."""
-        return self._layer_weights(self.experts.per_token if self.experts else 1)
+        if self.experts is None:
+            return self._layer_weights(1)
+        return self._layer_weights(self.experts.per_token)
 
     @property
     def idle_weights(self) -> int:
@@ -180,12 +187,13 @@ class DecoderConfig:
         return self.num_layers * (self.layer_weights - self.active_layer_weights)
 
     def _layer_weights(self, experts: int) -> int:
-        heads = ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        query_kernels = 2 + self.gated_attention  # query and output, and the query's gate
+        heads = (query_kernels * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         if self.delta:
             net = self.delta
             share = self.attention_layers / self.num_layers
-            of_delta = net.channels + 2 * net.value_heads * net.value_dim + 2 * net.value_heads
-            heads = round(share * heads + (1 - share) * of_delta)
+            delta_heads = net.channels + 2 * net.value_heads * net.value_dim + 2 * net.value_heads
+            heads = round(share * heads + (1 - share) * delta_heads)
         units = 3 * experts * self.intermediate_size
         if self.experts:
             options = self.experts
@@ -199,17 +207,21 @@ def rotary_of(config: DecoderConfig) -> Rotary:
     """Frequencies and factor of the rotary positions: one pair if all layers share it, else one for each layer."""
     size = config.rotary_dim or config.head_dim
     frequencies = scaled_frequencies(config.rope_theta, size, config.rope_scaling).astype(np.float32)
-    factor = None if config.rope_scaling is None else config.rope_scaling.attention_factor
-    factor = None if factor in (None, 1.0) else np.float32(factor)
+    factor = None
+    if config.rope_scaling is not None and config.rope_scaling.attention_factor not in (None, 1.0):
+        factor = np.float32(config.rope_scaling.attention_factor)
     if not config.rope_layers and config.local_rope_theta is None:
         return Rotary(frequencies, factor)
     layers = np.tile(frequencies, (config.num_layers, 1))
-    factors = None if factor is None else np.full(config.num_layers, factor)
-    is_local = np.array([window is not None for window in config.windows or [None] * config.num_layers])
-    is_fixed = ~np.array(config.rope_layers or [True] * config.num_layers)
-    if config.local_rope_theta is not None:
+    is_unscaled = np.zeros(config.num_layers, bool)
+    if config.local_rope_theta is not None and config.windows:
+        is_local = np.array([window is not None for window in config.windows])
         layers[is_local] = scaled_frequencies(config.local_rope_theta, size, None)
-    layers[is_fixed] = 0.0
-    if factors is not None:
-        factors[is_fixed | (is_local & (config.local_rope_theta is not None))] = 1.0
-    return Rotary(layers, factors)
+        is_unscaled |= is_local
+    if config.rope_layers:
+        is_fixed = ~np.array(config.rope_layers)
+        layers[is_fixed] = 0.0
+        is_unscaled |= is_fixed
+    if factor is None:
+        return Rotary(layers)
+    return Rotary(layers, np.where(is_unscaled, np.float32(1.0), factor))

@@ -15,7 +15,7 @@ _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 class DeltaState(NamedTuple):
-    """All that a layer keeps of a row's earlier tokens.
+    """The arrays that a layer keeps of a row's earlier tokens.
 
     recurrent: maps keys to values.
     window: inputs of the convolution at the latest tokens, zeros before the first token; the second axis has size 1.
@@ -93,21 +93,27 @@ def delta_rule(
         state += k.mT * ((v - jnp.sum(state * k.mT, axis=-2, keepdims=True)) * rate)
         outputs = jnp.sum(state * q.mT, axis=-2, keepdims=True)
     else:
-        outputs, state = _in_chunks(q, k, v, rate, decay, starts, state)
+        outputs, state = _in_chunks(q, k, v, rate, decay, starts=starts, state=state)
     outputs = jnp.moveaxis(outputs, 3, 1).reshape(batch, time, value_heads, value_dim)
     return outputs, state.reshape(batch, value_heads, size, value_dim)
 
 
 def _in_chunks(
-    q: Array, k: Array, v: Array, rate: Array, decay: Array, starts: Bool[Array, "rows time"], state: Array
+    q: Array, k: Array, v: Array, rate: Array, decay: Array, *, starts: Bool[Array, "rows time"], state: Array
 ) -> tuple[Array, Array]:
-    """`delta_rule` of several tokens, with arrays [rows, key_heads, value_heads / key_heads or 1, time, units]."""
+    """`delta_rule` of several tokens, with arrays [rows, key_heads, value_heads / key_heads or 1, time, units].
+
+    Within a chunk that starts with the state S, token t adds k_t c_tᵀ to the state, with the correction
+    c_t = rate_t (v_t - D_0t Sᵀ k_t) - Σ_{s<t} rate_t D_st (k_t · k_s) c_s, where D_st is the decay from s to t. This is
+    a unit-triangular system, whose solution is `new` - `read` S.
+    """
     time = k.shape[3]
     chunk = min(CHUNK, 1 << (time - 1).bit_length())
 
     def chunks(x: Array) -> Array:
         """[..., time, units] as [chunks, ..., chunk, units], padded with zeros."""
-        padding = [(0, 0)] * (x.ndim - 2) + [(0, -time % chunk), (0, 0)]
+        padding = [(0, 0)] * x.ndim
+        padding[-2] = (0, -time % chunk)
         return jnp.moveaxis(jnp.pad(x, padding).reshape(*x.shape[:-2], -1, chunk, x.shape[-1]), -3, 0)
 
     q, k, v, rate, decay = map(chunks, (q, k, v, rate, decay))
@@ -124,14 +130,14 @@ def _in_chunks(
     new = solved[..., : v.shape[-1]]
     read = solved[..., v.shape[-1] :]
 
-    def run(state: Array, of_chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, near, k, new, read, kept = of_chunk
+    def run(state: Array, chunk_arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+        q_from_state, q_to_keys, k_to_end, new, read, state_decay = chunk_arrays
         corrections = new - _matmul(read, state)
-        outputs = _matmul(q, state) + _matmul(near, corrections)
-        return state * kept + _matmul(k.mT, corrections), outputs
+        outputs = _matmul(q_from_state, state) + _matmul(q_to_keys, corrections)
+        return state * state_decay + _matmul(k_to_end.mT, corrections), outputs
 
-    of_chunks = q * from_state, _matmul(q, k.mT) * between, k * to_end, new, read, from_state[..., -1:, :]
-    state, outputs = jax.lax.scan(run, state, of_chunks)
+    chunk_arrays = q * from_state, _matmul(q, k.mT) * between, k * to_end, new, read, from_state[..., -1:, :]
+    state, outputs = jax.lax.scan(run, state, chunk_arrays)
     outputs = jnp.moveaxis(outputs, 0, -3)
     return outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])[..., :time, :], state
 

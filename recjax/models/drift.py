@@ -44,7 +44,8 @@ def drifted(params: dict, key: Key[Array, ""], kind: str, scale: ArrayLike, grou
             size = jnp.sqrt(jnp.mean(jnp.square(exact), axis=(-2, -1), keepdims=True))
             error = size * jax.random.normal(jax.random.fold_in(key, number), exact.shape)
         else:
-            error = _rounded(exact, kind, group or exact.shape[-2]) - exact
+            inputs = exact.shape[-2] if group is None else group
+            error = _rounded(exact, kind, inputs) - exact
         leaves[path] = (exact + scale * error).astype(leaf.dtype)
     return unflatten(leaves)
 
@@ -61,5 +62,8 @@ def _rounded(
     unit = jnp.max(jnp.abs(grouped), axis=-2, keepdims=True) / _LARGEST[kind]
     unit = jnp.where(unit > 0, unit, 1.0)
     steps = grouped / unit
-    steps = steps.astype(jnp.float8_e4m3fn).astype(jnp.float32) if kind == "float8" else jnp.round(steps)
+    if kind == "float8":
+        steps = steps.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    else:
+        steps = jnp.round(steps)
     return (steps * unit).reshape(filled.shape)[..., :inputs, :]

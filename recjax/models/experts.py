@@ -120,9 +120,11 @@ def _mixed(
 
     def dense(rows: Array, kernel: Array, *adapter: Array) -> Array:
         y = checkpoint_name(grouped_product(rows, kernel, sizes), PRODUCT)
+        if not adapter:
+            return y
         for factor in adapter:
             rows = grouped_product(rows, factor, sizes)
-        return y + rows if adapter else y
+        return y + rows
 
     gate, up = (dense(rows, *each) for each in kernels[:2])
     outputs = dense(gated(gate, up), *kernels[2])
@@ -149,27 +151,34 @@ def _on_each_device(gated: Callable, x: Array, chosen: Array, weights: Array, ke
 
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     count, _, width = kernels[0][0].shape
-    wanted = (ROWS, len(x)), (("expert",), count), (("tensor",), width)
-    rows, owners, units = (dividing_axes(axes, length, sizes) for axes, length in wanted)
+    rows = dividing_axes(ROWS, len(x), sizes)
+    owners = dividing_axes(("expert",), count, sizes)
+    units = dividing_axes(("tensor",), width, sizes)
     sends = bool(owners) and owners[0] in rows  # the devices that share the experts have different tokens
 
     def on_device(x: Array, chosen: Array, weights: Array, kernels: tuple) -> Array:
         if sends:
             x, chosen, weights = (jax.lax.all_gather(y, owners, tiled=True) for y in (x, chosen, weights))
-        first = jax.lax.axis_index(owners) * len(kernels[0][0]) if owners else 0
-        mixed = _mixed(gated, x, chosen, weights, kernels, first)
+        first = 0
+        if owners:
+            first = jax.lax.axis_index(owners) * len(kernels[0][0])
+        mixed = _mixed(gated, x, chosen, weights, kernels, first=first)
+        summed_axes = owners + units
         if sends:
             mixed = jax.lax.psum_scatter(mixed, owners, tiled=True)
-        added = units if sends else (*owners, *units)
-        return jax.lax.psum(mixed, added) if added else mixed
+            summed_axes = units
+        if summed_axes:
+            mixed = jax.lax.psum(mixed, summed_axes)
+        return mixed
 
     tokens = PartitionSpec(rows)
-    whole = PartitionSpec(owners)
+    experts_only = PartitionSpec(owners)
     into = PartitionSpec(owners, None, units)
     out_of = PartitionSpec(owners, units)
-    placed = (into, whole, into), (into, whole, into), (out_of, out_of, whole)  # kernel, A and B
-    of_kernels = tuple(axes[: len(each)] for axes, each in zip(placed, kernels, strict=True))
-    specs = {"in_specs": (tokens, tokens, tokens, of_kernels), "out_specs": tokens}
+    # The kernel, and the adapter's A and B, of gate, up and down.
+    placed = (into, experts_only, into), (into, experts_only, into), (out_of, out_of, experts_only)
+    kernel_specs = tuple(axes[: len(each)] for axes, each in zip(placed, kernels, strict=True))
+    specs = {"in_specs": (tokens, tokens, tokens, kernel_specs), "out_specs": tokens}
     return jax.shard_map(on_device, **specs, check_vma=False)(x, chosen, weights, kernels)
 
 
@@ -182,7 +191,10 @@ def routing_shapes(decoder: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     if config.experts is None or not decoder.replays_routing:
         return {}
     size = 1, config.num_layers, config.experts.per_token
-    return {EXPERTS: jax.ShapeDtypeStruct(size, jnp.int8 if config.experts.count <= 128 else jnp.int16)}
+    dtype = jnp.int8
+    if config.experts.count > 128:
+        dtype = jnp.int16
+    return {EXPERTS: jax.ShapeDtypeStruct(size, dtype)}
 
 
 def unrecorded(decoder: nn.Module, count: int) -> dict[str, np.ndarray]:
@@ -212,13 +224,13 @@ def apply_routed(decoder: nn.Module, variables: dict, *arguments, **options) -> 
         if decoder.unrolled:
             routed[number] = sown[f"layer_{number}"]["experts"]
         else:
-            of_periods = sown["layers"][str(number % size)]["experts"]
-            routed[number] = jax.tree.map(operator.itemgetter(number // size), of_periods)
+            stacked = sown["layers"][str(number % size)]["experts"]
+            routed[number] = jax.tree.map(operator.itemgetter(number // size), stacked)
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *routed.values())
     (chosen,) = stacked["chosen"]
     if len(routed) < decoder.config.num_layers:
-        every = jnp.full((decoder.config.num_layers, *chosen.shape[1:]), NO_RECORD, chosen.dtype)
-        chosen = every.at[np.array([*routed])].set(chosen)
+        all_layers = jnp.full((decoder.config.num_layers, *chosen.shape[1:]), NO_RECORD, chosen.dtype)
+        chosen = all_layers.at[np.array(list(routed))].set(chosen)
     return result, {"chosen": chosen, "load": stacked["load"][0]}
 
 

@@ -19,6 +19,23 @@ from recjax.models.unrolling import params_for
 SAMPLED = "sampled"  # name of the mask of the tokens whose recorded arrays are read
 
 
+class TokenScores(NamedTuple):
+    """Scores of tokens by one forward pass; 0 or undefined where masked.
+
+    logprobs: log-probs under the sampling distribution of the parameters.
+    entropy: entropy of that distribution at each token, in nats.
+    top_logprobs: log-probs of the recorded `top_ids` of each token; NaN at ids of -1. None if no ids are recorded.
+    divergence: divergence from a teacher's distribution; None without a teacher.
+    load: load of the experts; None for a model without experts, and for scores of a part of the forward pass.
+    """
+
+    logprobs: Float[Array, "*tokens"]
+    entropy: Float[Array, "*tokens"]
+    top_logprobs: Float[Array, "*tokens count"] | None = None
+    divergence: Float[Array, "*tokens"] | None = None
+    load: Load | None = None
+
+
 class Compared(NamedTuple):
     """A teacher whose next-token distributions are compared with the policy's.
 
@@ -68,7 +85,7 @@ def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: i
     """The tokens that each token is chosen from, as arrays to record; empty if the distribution has all tokens.
 
     `kept_bits` has a bit for each token of the vocabulary, [batch, vocab / 8]. If these bits take more memory than ids,
-    `kept_ids` has `most` ids in any order, -1 behind the last; all are -1 if the set is larger.
+    `kept_ids` has `most` ids in any order, -1 after the last; all are -1 if the set is larger.
 
     Args:
         most: largest set to record as ids; 0: no record.
@@ -77,7 +94,8 @@ def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: i
         return {}
     scores = sampling_logits(scores, sampling)
     keep = jnp.isfinite(scores)
-    most = min(most, 2 * sampling.top_k or most)  # twice, because equal scores can enlarge the set of top_k
+    if sampling.top_k > 0:
+        most = min(most, 2 * sampling.top_k)  # twice, because equal scores can enlarge the set of top_k
     if 32 * most >= scores.shape[-1]:
         return {"kept_bits": jnp.packbits(keep, axis=-1)}
     values, ids = jax.lax.top_k(scores, most)
@@ -118,33 +136,36 @@ def is_kept(recorded: Mapping[str, Array], vocab: int) -> Bool[Array, "batch voc
     keep = None
     if "kept_ids" in recorded:
         ids = recorded["kept_ids"]
-        places = jnp.arange(len(ids))[:, None], jnp.where(ids < 0, vocab, ids)
-        keep = jnp.zeros((len(ids), vocab), bool).at[places].set(True, mode="drop")
+        rows = jnp.arange(len(ids))[:, None]
+        # An index beyond the vocabulary is dropped.
+        columns = jnp.where(ids < 0, vocab, ids)
+        keep = jnp.zeros((len(ids), vocab), bool).at[rows, columns].set(True, mode="drop")
     if "kept_bits" in recorded:
         bits = jnp.unpackbits(recorded["kept_bits"], axis=-1, count=vocab) > 0
-        keep = bits if keep is None else keep | bits
+        if keep is None:
+            return bits
+        keep |= bits
     return keep
 
 
-def logprobs_and_entropy(
+def score_tokens(
     scores: Float[Array, "batch vocab"],
     tokens: Int[Array, " batch"],
     sampling: Sampling,
     recorded: Mapping[str, Array] = {},
-) -> tuple[Float[Array, "batch ..."], ...]:
-    """log π(token) and the entropy of π in nats, where π is the sampling distribution.
-
-    With recorded `top_ids`, a third array has log π of these tokens, [batch, count]; NaN at ids of -1.
+) -> TokenScores:
+    """log π(token), the entropy of π, and log π of the recorded `top_ids`, where π is the sampling distribution.
 
     At temperature 0 every token counts as the argmax: log-probability and entropy are zero.
 
     Args:
+        scores: the model's logits.
         recorded: sets from which the behavior policy chose the tokens, see `kept_tokens`, and SAMPLED, a mask of the
             tokens whose results are read. π is limited to the recorded set of each token; for a token without a set, to
             the tokens that the current policy keeps.
     """
     if sampling.temperature == 0:
-        return jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
+        return TokenScores(jnp.zeros(tokens.shape), jnp.zeros(tokens.shape))
     keep = is_kept(recorded, scores.shape[-1])
     if keep is None:
         kept_scores = sampling_logits(scores, sampling, forced=tokens)
@@ -165,13 +186,13 @@ def logprobs_and_entropy(
     entropy = -jnp.sum(jnp.exp(distribution) * possible, axis=-1)
     logprobs = jnp.take_along_axis(distribution, tokens[:, None], axis=-1)[:, 0]
     if TOP_IDS not in recorded:
-        return logprobs, entropy
+        return TokenScores(logprobs, entropy)
     ids = recorded[TOP_IDS]
     top_logprobs = jnp.take_along_axis(distribution, jnp.maximum(ids, 0), axis=-1)
-    return logprobs, entropy, jnp.where(ids < 0, jnp.nan, top_logprobs)
+    return TokenScores(logprobs, entropy, jnp.where(ids < 0, jnp.nan, top_logprobs))
 
 
-def chunked_logprobs(
+def chunked_scores(
     config: DecoderConfig,
     params: dict,
     hidden: Float[Array, "batch time hidden"],
@@ -181,50 +202,64 @@ def chunked_logprobs(
     recorded: Mapping[str, Array] = {},
     compared: Compared | None = None,
     teacher_hidden: Float[Array, "batch time teacher_hidden"] | None = None,
-) -> tuple[Float[Array, "batch time ..."], ...]:
-    """Log-probabilities and entropies of `tokens`, `chunk` positions at a time, forwards and backwards.
+) -> TokenScores:
+    """Scores of `tokens` after hidden states, `chunk` positions at a time, forwards and backwards.
 
-    With recorded `top_ids`, another array has log π of these tokens, [batch, time, count]. With `compared`, a last
-    array has the divergence from it at each token, between distributions at the temperature of `sampling`, without its
-    cuts.
-
-    [batch, time, vocab] never exists whole: the backward pass recomputes each chunk's logits. On a mesh each device
-    computes its own rows, with a head that is gathered once and not for every chunk.
+    [batch, time, vocab] never exists as one array: the backward pass recomputes each chunk's logits. On a mesh each
+    device computes its own rows, with a head that is gathered once and not for every chunk.
 
     Args:
-        recorded: arrays recorded for each of `tokens`, [batch, time, …]; see `logprobs_and_entropy`.
+        recorded: arrays recorded for each of `tokens`, [batch, time, …]; see `score_tokens`.
+        compared: adds the divergence from this teacher, between distributions at the temperature of `sampling`, without
+            its cuts.
+        teacher_hidden: the teacher's hidden states; None without a teacher.
     """
     recorded = {name: values for name, values in recorded.items() if name in (*KEPT, TOP_IDS, SAMPLED)}
-    recorded = recorded if recorded.keys() - {SAMPLED} else {}
-
-    def head_of(params):
-        name = "head" if "head" in params else "embedding"
-        return {name: params[name]}
+    if not recorded.keys() - {SAMPLED}:
+        recorded = {}
 
     def score_rows(heads, hidden, teacher_hidden, recorded, tokens):
         count = tokens.size
         length = min(chunk, count)
-        padding = -count % length
 
         def in_chunks(x):
             x = x.reshape(count, *x.shape[2:])
-            return jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))).reshape(-1, length, *x.shape[1:])
+            padding = [(0, 0)] * x.ndim
+            padding[0] = (0, -count % length)
+            return jnp.pad(x, padding).reshape(-1, length, *x.shape[1:])
+
+        def without_chunks(x):
+            x = x.reshape(-1, *x.shape[2:])[:count]
+            return x.reshape(*tokens.shape, *x.shape[1:])
 
         @jax.checkpoint
         def one_chunk(inputs):
-            chunk_hidden, chunk_of_teacher, chunk_recorded, chunk_tokens = inputs
-            scores = constrain(logits(config, heads[0], chunk_hidden), None, "tensor")
-            values = logprobs_and_entropy(scores, chunk_tokens, sampling, chunk_recorded)
+            chunk_hidden, chunk_teacher_hidden, chunk_recorded, chunk_tokens = inputs
+            vocabulary_scores = constrain(logits(config, heads[0], chunk_hidden), None, "tensor")
+            scores = score_tokens(vocabulary_scores, chunk_tokens, sampling, chunk_recorded)
             if compared is None:
-                return values
-            theirs = constrain(logits(compared.decoder.config, heads[1], chunk_of_teacher), None, "tensor")
-            return *values, compared.divergence(scores / sampling.temperature, theirs / sampling.temperature)
+                return scores
+            teacher_scores = logits(compared.decoder.config, heads[1], chunk_teacher_hidden)
+            teacher_scores = constrain(teacher_scores, None, "tensor")
+            divergence = compared.divergence(
+                vocabulary_scores / sampling.temperature, teacher_scores / sampling.temperature
+            )
+            return scores._replace(divergence=divergence)
 
-        values = jax.lax.map(one_chunk, jax.tree.map(in_chunks, (hidden, teacher_hidden, recorded, tokens)))
-        return tuple(x.reshape(-1, *x.shape[2:])[:count].reshape(*tokens.shape, *x.shape[2:]) for x in values)
+        inputs = hidden, teacher_hidden, recorded, tokens
+        scores = jax.lax.map(one_chunk, jax.tree.map(in_chunks, inputs))
+        return jax.tree.map(without_chunks, scores)
 
-    heads = [head_of(params), *([] if compared is None else [head_of(compared.params)])]
+    heads = [_head(params)]
+    if compared is not None:
+        heads.append(_head(compared.params))
     return over_rows(score_rows, heads, hidden, teacher_hidden, recorded, tokens)
+
+
+def _head(params: dict) -> dict:
+    """The parameters that `logits` reads."""
+    name = "head" if "head" in params else "embedding"
+    return {name: params[name]}
 
 
 def last_hidden(
@@ -245,10 +280,9 @@ def completion_logprobs(
     *,
     sampling: Sampling,
     chunk: int,
-    load: bool = False,
     compared: Compared | None = None,
-) -> tuple[Float[Array, "batch time ..."] | Load, ...]:
-    """Log-probabilities and entropies of completions under the sampling distribution of `params`.
+) -> TokenScores:
+    """Scores of completions under the sampling distribution of `params`: log-probabilities, entropies and more.
 
     Each prompt is run once for its batch/prompts consecutive completions, forward and backward.
 
@@ -260,45 +294,95 @@ def completion_logprobs(
         recorded: arrays that the sampler recorded for each token, [batch, time, …]; see `recjax.experience.group.Row`.
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
-        load: return the load of the experts as well.
-        compared: adds the divergence from a teacher at each token; see `chunked_logprobs`.
+        compared: adds the divergence from a teacher at each token; see `chunked_scores`.
     """
-
-    def before(decoder, params, recorded, prompts, prompt_mask):
-        group = completions.shape[0] // prompts.shape[0]
-        positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-        if decoder.config.experts is not None:  # prompts that only fill up the batch are no load
-            prompt_mask = prompt_mask & completion_mask.reshape(len(prompts), -1).any(-1, keepdims=True)
-        prompt_tokens = Tokens(prompts, positions, prompt_mask)
-        weights = {"params": params_for(decoder, params)}
-        if completions.shape[1] > 1:
-            later_positions = jnp.repeat(prompt_mask.sum(-1), group)[:, None] + jnp.arange(completions.shape[1] - 1)
-            # Each array holds the experts of the pass that predicts a token; prompts have none and are routed again.
-            experts = _recorded_experts(decoder, recorded)
-            experts = None if experts is None else experts[:, 1:]
-            written = Tokens(completions[:, :-1], later_positions, completion_mask[:, :-1], experts)
-            (hidden, *later), sown = apply_routed(decoder, weights, prompt_tokens, written, method="run_groups")
-        else:
-            (hidden, _), sown = apply_routed(decoder, weights, prompts, positions, prompt_mask)
-            later = []
-        first = jnp.repeat(last_hidden(hidden, prompt_mask), group, axis=0)[:, None]
-        return jnp.concatenate([first, *later], axis=1), sown
-
-    theirs = None
+    teacher_hidden = None
     if compared is not None:
-        read = (prompts, prompt_mask) if compared.prompts is None else (compared.prompts, compared.prompt_mask)
-        theirs, _ = before(compared.decoder, compared.params, {}, *read)
-    hidden, sown = before(decoder, params, recorded, prompts, prompt_mask)
-    arguments = hidden, completions, sampling, chunk, recorded, compared, theirs
-    values = chunked_logprobs(decoder.config, params, *arguments)
-    if not load:
-        return values
-    assert decoder.config.experts is not None
-    return (*values, load_of(sown, decoder.config.experts.per_token))
+        teacher_prompts = prompts
+        teacher_mask = prompt_mask
+        if compared.prompts is not None:
+            assert compared.prompt_mask is not None
+            teacher_prompts = compared.prompts
+            teacher_mask = compared.prompt_mask
+        teacher_hidden, _ = _hidden_before_completions(
+            compared.decoder,
+            compared.params,
+            teacher_prompts,
+            teacher_mask,
+            completions=completions,
+            completion_mask=completion_mask,
+        )
+    experts = _recorded_experts(decoder, recorded)
+    hidden, load = _hidden_before_completions(
+        decoder,
+        params,
+        prompts,
+        prompt_mask,
+        completions=completions,
+        completion_mask=completion_mask,
+        experts=experts,
+    )
+    scores = chunked_scores(
+        decoder.config,
+        params,
+        hidden,
+        completions,
+        sampling=sampling,
+        chunk=chunk,
+        recorded=recorded,
+        compared=compared,
+        teacher_hidden=teacher_hidden,
+    )
+    return scores._replace(load=load)
+
+
+def _hidden_before_completions(
+    decoder: Decoder,
+    params: dict,
+    prompts: Int[Array, "prompts prompt_time"],
+    prompt_mask: Bool[Array, "prompts prompt_time"],
+    *,
+    completions: Int[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    experts: Int[Array, "batch time layers per_token"] | None = None,
+) -> tuple[Float[Array, "batch time hidden"], Load | None]:
+    """The hidden state that predicts each completion token, which is the state at the token before it.
+
+    Args:
+        experts: recorded experts for each completion token; None: the router chooses.
+    """
+    group_size = completions.shape[0] // prompts.shape[0]
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    if decoder.config.experts is not None:  # prompts that only fill up the batch are no load
+        prompt_mask = prompt_mask & completion_mask.reshape(len(prompts), -1).any(-1, keepdims=True)
+    prompt_tokens = Tokens(prompts, positions, prompt_mask)
+    weights = {"params": params_for(decoder, params)}
+    if completions.shape[1] == 1:
+        (hidden, _), sown = apply_routed(decoder, weights, prompts, positions, prompt_mask)
+        first = jnp.repeat(last_hidden(hidden, prompt_mask), group_size, axis=0)[:, None]
+        return jnp.concatenate([first], axis=1), _load(decoder, sown)
+    prompt_lengths = jnp.repeat(prompt_mask.sum(-1), group_size)
+    later_positions = prompt_lengths[:, None] + jnp.arange(completions.shape[1] - 1)
+    if experts is not None:
+        # Each array holds the experts of the pass that predicts a token; prompts have none and are routed again.
+        experts = experts[:, 1:]
+    later_tokens = Tokens(completions[:, :-1], later_positions, completion_mask[:, :-1], experts)
+    (hidden, later), sown = apply_routed(decoder, weights, prompt_tokens, later_tokens, method="run_groups")
+    first = jnp.repeat(last_hidden(hidden, prompt_mask), group_size, axis=0)[:, None]
+    return jnp.concatenate([first, later], axis=1), _load(decoder, sown)
 
 
 def _recorded_experts(decoder: Decoder, recorded: Mapping[str, Array]) -> Int[Array, "rows time layers k"] | None:
-    return recorded[EXPERTS].astype(jnp.int32) if decoder.replays_routing and EXPERTS in recorded else None
+    if not decoder.replays_routing or EXPERTS not in recorded:
+        return None
+    return recorded[EXPERTS].astype(jnp.int32)
+
+
+def _load(decoder: Decoder, sown: dict) -> Load | None:
+    """The experts' load in a forward pass; None for a model without experts."""
+    if decoder.config.experts is None:
+        return None
+    return load_of(sown, decoder.config.experts.per_token)
 
 
 def packed_logprobs(
@@ -312,33 +396,38 @@ def packed_logprobs(
     *,
     sampling: Sampling,
     chunk: int,
-    load: bool = False,
     compared: Compared | None = None,
-) -> tuple[Float[Array, "rows row_tokens ..."] | Load, ...]:
-    """Log-probabilities and entropies of the targets of packed sequences, under the sampling distribution of `params`.
+) -> TokenScores:
+    """Scores of the targets of packed sequences under the sampling distribution of `params`.
 
     Args:
         tokens, positions, targets, ends: see `recjax.experience.packing.Packed`. Results at padding are undefined.
         recorded: arrays that the sampler recorded for each target, [rows, row_tokens, …].
         sampling: the distribution that sampled the completions.
         chunk: token positions whose logits exist at the same time.
-        load: return the load of the experts as well.
-        compared: adds the divergence from a teacher at each token; see `chunked_logprobs`.
+        compared: adds the divergence from a teacher at each token; see `chunked_scores`.
     """
 
-    def before(decoder, params, recorded):
+    def run(decoder: Decoder, params: dict, experts: Array | None) -> tuple[Array, Load | None]:
         weights = {"params": params_for(decoder, params)}
-        experts = _recorded_experts(decoder, recorded)
         if experts is not None:
             experts = jnp.where(recorded[SAMPLED][..., None, None], experts, NO_RECORD)
         (hidden, _), sown = apply_routed(decoder, weights, tokens, positions, ends, experts=experts)
-        return hidden, sown
+        return hidden, _load(decoder, sown)
 
-    theirs = None if compared is None else before(compared.decoder, compared.params, {})[0]
-    hidden, sown = before(decoder, params, recorded)
-    arguments = hidden, targets, sampling, chunk, recorded, compared, theirs
-    values = chunked_logprobs(decoder.config, params, *arguments)
-    if not load:
-        return values
-    assert decoder.config.experts is not None
-    return (*values, load_of(sown, decoder.config.experts.per_token))
+    teacher_hidden = None
+    if compared is not None:
+        teacher_hidden, _ = run(compared.decoder, compared.params, None)
+    hidden, load = run(decoder, params, _recorded_experts(decoder, recorded))
+    scores = chunked_scores(
+        decoder.config,
+        params,
+        hidden,
+        targets,
+        sampling=sampling,
+        chunk=chunk,
+        recorded=recorded,
+        compared=compared,
+        teacher_hidden=teacher_hidden,
+    )
+    return scores._replace(load=load)

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 ROWS = ("data", "fsdp", "expert")  # the mesh axes that split the rows of a batch
 
-# Projections from the stream, and back into it.
+# Projections of hidden states, and back to them.
 INTO = "query|key|value|gate|up|shared_gate|shared_up|delta_inputs|delta_gate|delta_rate|delta_decay"
 OUT_OF = "output|down|shared_down|delta_output"
 
@@ -68,20 +68,24 @@ def param_axes(path: str, shape: tuple[int, ...], in_state: bool = False) -> tup
     for rule, axes in RULES:
         if re.search(f"(^|/)({rule})$", path):
             axes = axes[unrolled:]
-            return () if in_state and len(shape) < len(axes) else axes
+            if in_state and len(shape) < len(axes):
+                return ()
+            return axes
     if in_state:
         return ()
     raise ValueError(f"parameter {path!r} of shape {shape} has no rule in recjax.models.placement.RULES; add one")
 
 
-def stream_axes(time: int) -> tuple[Axes, Axes]:
-    """The mesh axes that split the stream, [batch * time, hidden].
+def hidden_axes(time: int) -> tuple[Axes, Axes]:
+    """The mesh axes that split the rows and the units of hidden states, [batch * time, hidden].
 
-    Rows are split like a batch's rows, and weights are gathered along "fsdp". With a single token a row, the stream is
-    smaller than the weights: then units are split along "fsdp" like the weights, and every device multiplies by its own
-    part of the weights.
+    Rows are split like a batch's rows, and weights are gathered along "fsdp". With a single token a row, hidden states
+    are smaller than the weights: then units are split along "fsdp" like the weights, and every device multiplies by its
+    own part of the weights.
     """
-    return (ROWS, None) if time > 1 else (("data", "expert"), "fsdp")
+    if time > 1:
+        return ROWS, None
+    return ("data", "expert"), "fsdp"
 
 
 def param_shardings(mesh: AnyMesh, tree: Any) -> Any:
@@ -116,7 +120,9 @@ def constrain(x: Array, *axes: Axes) -> Array:
             divide is not split either, so that every number of devices works.
     """
     sizes = _sizes(jax.sharding.get_abstract_mesh())
-    return jax.lax.with_sharding_constraint(x, _fitting(axes, x.shape, sizes)) if sizes else x
+    if not sizes:
+        return x
+    return jax.lax.with_sharding_constraint(x, _fitting(axes, x.shape, sizes))
 
 
 def constrain_params(tree: Any) -> Any:
@@ -179,7 +185,9 @@ def mover(sharding: NamedSharding) -> Callable[[Array], Array]:
 def on_host(tree: Any) -> Any:
     """Arrays as NumPy arrays, whole on every process."""
     is_local = all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
-    return jax.device_get(tree if is_local else _whole(tree))
+    if not is_local:
+        tree = _whole(tree)
+    return jax.device_get(tree)
 
 
 def params_on_host(tree: Any) -> Any:
@@ -201,7 +209,10 @@ def laid_out(mesh: AnyMesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axe
 
 def row_shards(mesh: AnyMesh | None = None) -> int:
     """Number of parts into which a mesh, by default the mesh in context, splits the rows of a batch."""
-    sizes = mesh.shape if mesh else _sizes(jax.sharding.get_abstract_mesh())
+    if mesh is None:
+        sizes = _sizes(jax.sharding.get_abstract_mesh())
+    else:
+        sizes = mesh.shape
     return math.prod(sizes.get(name, 1) for name in ROWS)
 
 
@@ -234,15 +245,22 @@ def _sizes(mesh: AbstractMesh) -> dict[str, int]:
 def dividing_axes(wanted: Iterable[str], length: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of `wanted` that a mesh with these sizes has; none if their product does not divide `length`."""
     names = tuple(name for name in wanted if name in sizes)
-    return () if length % math.prod(sizes[name] for name in names) else names
+    if length % math.prod(sizes[name] for name in names):
+        return ()
+    return names
 
 
 def _fitting(axes: tuple[Axes, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
     """The axes of each dimension that the mesh has, or None if they do not divide the dimension."""
 
     def fitting(axis: Axes, length: int) -> Axes:
-        names = dividing_axes((axis,) if isinstance(axis, str) else axis or (), length, sizes)
-        return names if len(names) > 1 else next(iter(names), None)
+        if axis is None:
+            return None
+        wanted = (axis,) if isinstance(axis, str) else axis
+        names = dividing_axes(wanted, length, sizes)
+        if not names:
+            return None
+        return names if len(names) > 1 else names[0]
 
     return PartitionSpec(*(fitting(axis, length) for axis, length in zip(axes, shape[: len(axes)], strict=True)))
 

@@ -53,12 +53,11 @@ def _backward(subscripts: str, dtype: DTypeLike, kept: tuple[Array, Array], grad
     a, b = kept
     gradient = gradient.astype(a.dtype)
     inputs, output = subscripts.split("->")
-    of_a, of_b = inputs.split(",")
-    pair = (a, gradient) if of_b[0] in of_a else (gradient, a)
-    return (
-        _summed_in_float32(f"{output},{of_b}->{of_a}", gradient, b).astype(a.dtype),
-        _summed_over_rows(*pair).astype(b.dtype),
-    )
+    a_axes, b_axes = inputs.split(",")
+    a_gradient = _summed_in_float32(f"{output},{b_axes}->{a_axes}", gradient, b).astype(a.dtype)
+    if b_axes[0] in a_axes:
+        return a_gradient, _summed_over_rows(a, gradient).astype(b.dtype)
+    return a_gradient, _summed_over_rows(gradient, a).astype(b.dtype)
 
 
 _product.defvjp(_forward, _backward)
@@ -103,8 +102,8 @@ def products(
 @jax.custom_vjp
 def _products(x: Array, kernels: tuple[Array, ...]) -> tuple[Array, ...]:
     def joined(x, kernels):
-        whole = _summed_in_float32("mk,kn->mn", x, _joined(x, kernels)).astype(x.dtype)
-        return tuple(_split(whole, kernels))
+        outputs = _summed_in_float32("mk,kn->mn", x, _joined(x, kernels)).astype(x.dtype)
+        return tuple(_split(outputs, kernels))
 
     def apart(x, kernels):
         return tuple(_product("mk,kn->mn", x.dtype, x, kernel) for kernel in kernels)
@@ -119,18 +118,20 @@ def _products_forward(x: Array, kernels: tuple[Array, ...]) -> tuple[tuple[Array
 def _products_backward(kept: tuple, gradients: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     def joined(x, kernels, gradients):
         gradient = jnp.concatenate(gradients, axis=-1)
-        of_x = _summed_in_float32("mn,kn->mk", gradient, _joined(x, kernels)).astype(x.dtype)
-        of_kernels = _split(_summed_over_rows(x, gradient), kernels)
-        return of_x, tuple(one.astype(kernel.dtype) for one, kernel in zip(of_kernels, kernels, strict=True))
+        x_gradient = _summed_in_float32("mn,kn->mk", gradient, _joined(x, kernels)).astype(x.dtype)
+        kernel_gradients = _split(_summed_over_rows(x, gradient), kernels)
+        pairs = zip(kernel_gradients, kernels, strict=True)
+        return x_gradient, tuple(kernel_gradient.astype(kernel.dtype) for kernel_gradient, kernel in pairs)
 
     def apart(x, kernels, gradients):
-        pairs = [
-            _backward("mk,kn->mn", x.dtype, (x, kernel), gradient)
-            for kernel, gradient in zip(kernels, gradients, strict=True)
-        ]
+        x_gradients = []
+        kernel_gradients = []
+        for kernel, gradient in zip(kernels, gradients, strict=True):
+            x_gradient, kernel_gradient = _backward("mk,kn->mn", x.dtype, (x, kernel), gradient)
+            x_gradients.append(x_gradient)
+            kernel_gradients.append(kernel_gradient)
         # The last is first, as without this function, where JAX adds them.
-        of_x = functools.reduce(jnp.add, [of_x for of_x, _ in reversed(pairs)])
-        return of_x, tuple(of_kernel for _, of_kernel in pairs)
+        return functools.reduce(jnp.add, reversed(x_gradients)), tuple(kernel_gradients)
 
     return jax.lax.platform_dependent(*kept, gradients, default=apart, **dict.fromkeys(JOIN, joined))
 
@@ -143,10 +144,10 @@ def _joined(x: Array, kernels: Sequence[Array]) -> Array:
     return jnp.concatenate([kernel.astype(x.dtype) for kernel in kernels], axis=-1)
 
 
-def _split(whole: Array, kernels: Sequence[Array]) -> list[Array]:
+def _split(units: Array, kernels: Sequence[Array]) -> list[Array]:
     """The units of each kernel."""
     ends = np.cumsum([kernel.shape[-1] for kernel in kernels])
-    return jnp.split(whole, ends[:-1], axis=-1)
+    return jnp.split(units, ends[:-1], axis=-1)
 
 
 # --- Matmuls of groups of rows; each group has its own kernel.
@@ -184,7 +185,7 @@ def _by_group(x: Array, kernels: Array, sizes: Array) -> Array:
             kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
             inputs = jax.lax.dynamic_slice_in_dim(rows, start, size)
             outputs = _summed_in_float32("rm,mn->rn", inputs, kernel).astype(x.dtype)
-            # The next block overwrites the rows behind the group's end, which are wrong here.
+            # The next block overwrites the rows after the group's end, which are wrong here.
             return jax.lax.dynamic_update_slice_in_dim(whole, outputs, start, 0)
 
         whole = jnp.zeros((len(rows), kernels.shape[-1]), x.dtype)
@@ -215,8 +216,8 @@ def _grouped_backward(kept: tuple, gradient: Array) -> tuple[Array, Array, None]
 
         return jax.lax.fori_loop(0, blocks.count, add_block, jnp.zeros(kernels.shape, jnp.float32))
 
-    of_kernels = jax.lax.platform_dependent(x, gradient, sizes, default=ragged, cpu=in_blocks)
-    return _by_group(gradient, kernels.swapaxes(1, 2), sizes), of_kernels.astype(kernels.dtype), None
+    kernel_gradients = jax.lax.platform_dependent(x, gradient, sizes, default=ragged, cpu=in_blocks)
+    return _by_group(gradient, kernels.swapaxes(1, 2), sizes), kernel_gradients.astype(kernels.dtype), None
 
 
 grouped_product.defvjp(lambda *operands: (grouped_product(*operands), operands), _grouped_backward)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 class RopeScaling(NamedTuple):
     """Scaling of rotary frequencies for long contexts; `kind` is "linear", "llama3" or "yarn".
 
-    low_frequency_factor, high_frequency_factor: turns within the original context at which the interpolation is
-        complete, and at which it begins; `yarn` calls them beta_slow and beta_fast.
+    low_frequency_factor, high_frequency_factor: full rotations within the original context at which the interpolation
+        is complete, and at which it begins; `yarn` calls them beta_slow and beta_fast.
     attention_factor: factor on cosine and sine, for `yarn`.
     truncate: round the ends of the ramp of `yarn` to whole pairs of dimensions.
     """
@@ -43,14 +43,16 @@ def scaled_frequencies(theta: float, size: int, scaling: RopeScaling | None) -> 
         return divided
     low = scaling.low_frequency_factor
     high = scaling.high_frequency_factor
+    # keep: the share of the original frequency in each scaled frequency.
     if scaling.kind == "llama3":
-        turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
+        keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     elif scaling.kind == "yarn":
 
-        def pair_with(turns: float) -> float:
-            """The pair of dimensions that makes so many turns within the original context."""
-            return size * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        def pair_with(rotations: float) -> float:
+            """The pair of dimensions that makes so many full rotations within the original context."""
+            tokens_per_radian = scaling.original_max_positions / (rotations * 2 * math.pi)
+            return size * math.log(tokens_per_radian) / (2 * math.log(theta))
 
         first = pair_with(high)
         last = pair_with(low)
@@ -59,7 +61,8 @@ def scaled_frequencies(theta: float, size: int, scaling: RopeScaling | None) -> 
             last = math.ceil(last)
         first = max(first, 0)
         last = min(last, size - 1)
-        last += 0.001 if first == last else 0
+        if first == last:
+            last += 0.001
         keep = 1 - np.clip((np.arange(size // 2) - first) / (last - first), 0.0, 1.0)
     else:
         raise ValueError(f"rope_scaling kind {scaling.kind!r} is not known; use 'linear', 'llama3' or 'yarn'")
@@ -76,27 +79,33 @@ class Rotary(NamedTuple):
     factor: Float[np.ndarray | Array, "*layers"] | np.floating | None = None
 
 
-def turns_of(positions: Int[Array, "batch time"], rotary: Rotary) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary angles, [batch, time, half] each, for one layer or for layers that are alike."""
-    angles = positions[..., None].astype(jnp.float32) * rotary.frequencies
-    turns = jnp.cos(angles), jnp.sin(angles)
+class RotaryAngles(NamedTuple):
+    """Cosine and sine of the angle by which each token turns each pair of dimensions."""
+
+    cos: Float[Array, "batch time half"]
+    sin: Float[Array, "batch time half"]
+
+
+def rotary_angles(positions: Int[Array, "batch time"], rotary: Rotary) -> RotaryAngles:
+    """The angles of tokens at these positions, for one layer or for layers that are alike."""
+    radians = positions[..., None].astype(jnp.float32) * rotary.frequencies
+    angles = RotaryAngles(jnp.cos(radians), jnp.sin(radians))
     if rotary.factor is not None:
-        turns = turns[0] * rotary.factor, turns[1] * rotary.factor
+        angles = RotaryAngles(angles.cos * rotary.factor, angles.sin * rotary.factor)
     # Without the barrier, XLA recomputes them for every use.
-    return jax.lax.optimization_barrier(turns)
+    return jax.lax.optimization_barrier(angles)
 
 
 def rotate(
-    x: Float[Array, "batch heads time head_dim"], turns: tuple[Array, Array]
+    x: Float[Array, "batch heads time head_dim"], angles: RotaryAngles
 ) -> Float[Array, "batch heads time head_dim"]:
-    """Rotates each pair (x_i, x_{i + half}) of the first 2 · half dimensions by its angle, in float32.
-
-    Args:
-        turns: result of `turns_of`.
-    """
-    cos, sin = (turn[:, None] for turn in turns)
+    """Rotates each pair (x_i, x_{i + half}) of the first 2 · half dimensions by its angle, in float32."""
+    cos = angles.cos[:, None]
+    sin = angles.sin[:, None]
     half = cos.shape[-1]
-    ends = (half,) if 2 * half == x.shape[-1] else (half, 2 * half)
-    first, second, *unturned = jnp.split(x.astype(jnp.float32), ends, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*turned, *unturned], axis=-1).astype(x.dtype)
+    ends = [half]
+    if 2 * half < x.shape[-1]:
+        ends.append(2 * half)
+    first, second, *unrotated = jnp.split(x.astype(jnp.float32), ends, axis=-1)
+    pieces = [first * cos - second * sin, second * cos + first * sin, *unrotated]
+    return jnp.concatenate(pieces, axis=-1).astype(x.dtype)

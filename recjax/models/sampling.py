@@ -22,9 +22,12 @@ class TokenRecord(NamedTuple):
 
         Programs have the record as a static option, so equal programs need equal records.
         """
-        kept_ids = self.kept_ids if sampling.has_cuts else 0
-        top_k = self.top_k if sampling.temperature > 0 else 0
-        return TokenRecord(kept_ids, top_k)
+        record = self
+        if not sampling.has_cuts:
+            record = record._replace(kept_ids=0)
+        if sampling.temperature == 0:
+            record = record._replace(top_k=0)
+        return record
 
 
 NOTHING_RECORDED = TokenRecord()
@@ -48,4 +51,6 @@ class Sampling(NamedTuple):
     @property
     def has_cuts(self) -> bool:
         """True if some tokens may have probability 0; False at temperature 0, where π is never computed."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        if self.temperature == 0:
+            return False
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -52,7 +52,8 @@ def adapted(config: DecoderConfig, lora: Adapters) -> DecoderConfig:
     Raises:
         ValueError: a target that the decoder lacks.
     """
-    if absent := {*lora.targets} & {*DELTA_PROJECTIONS} if config.delta is None else ():
+    absent = set(lora.targets) & set(DELTA_PROJECTIONS)
+    if absent and config.delta is None:
         raise UserError("model.lora.targets", f"the model has no {min(absent)}", "remove it", lora.targets)
     return dataclasses.replace(config, lora=Lora(lora.rank, lora.alpha, tuple(lora.targets)))
 
@@ -90,8 +91,12 @@ def split_params(params: dict, config: Trained) -> tuple[dict, dict]:
         ValueError: a pattern of `freeze` that no path matches, or no parameter left to train.
     """
     leaves = flatten(params)
-    frozen = {path for path in leaves if config.lora and not is_adapter(path)}
-    for pattern in [] if config.lora else config.freeze:
+    frozen = set()
+    patterns = config.freeze
+    if config.lora:
+        frozen = {path for path in leaves if not is_adapter(path)}
+        patterns = ()
+    for pattern in patterns:
         matching = {path for path in leaves if re.search(pattern, path)}
         if not matching:
             raise UserError("model.freeze", f"{pattern!r} is in none of the paths {', '.join(leaves)}")

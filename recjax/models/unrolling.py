@@ -25,10 +25,12 @@ def unrolled_for_training(decoder: Decoder) -> Decoder:
     A scan copies each layer's weights out of a stack, and its activations and gradients into stacks. XLA would merge
     the recomputations of unrolled layers into the forward pass, which saves no memory.
     """
-    most = MOST_TRAINED if decoder.dtype == jnp.float32 else MOST_TRAINED_LOW
-    if not _on_cpu():
-        one_gpu = jax.default_backend() == "gpu" and jax.device_count() == 1
-        most = MOST_WRITTEN_OUT if one_gpu and decoder.remat == "none" else 0
+    one_gpu = jax.default_backend() == "gpu" and jax.device_count() == 1
+    most = 0
+    if _on_cpu():
+        most = MOST_TRAINED if decoder.dtype == jnp.float32 else MOST_TRAINED_LOW
+    elif one_gpu and decoder.remat == "none":
+        most = MOST_WRITTEN_OUT
     return decoder.clone(unrolled=decoder.config.num_layers <= most)
 
 
@@ -57,7 +59,9 @@ def _on_cpu() -> bool:
 
 def params_for(decoder: Decoder, params: dict) -> dict:
     """Converts parameters, or some parameters, to the decoder's form; does not change unrolled parameters."""
-    return unrolled_params(decoder.config, params) if decoder.unrolled and "layers" in params else params
+    if decoder.unrolled and "layers" in params:
+        return unrolled_params(decoder.config, params)
+    return params
 
 
 def unrolled_params(config: DecoderConfig, params: dict) -> dict:
@@ -65,7 +69,9 @@ def unrolled_params(config: DecoderConfig, params: dict) -> dict:
     size = config.period
     layers = {}
     for number in range(config.num_layers):
-        stacked = params["layers"] if size == 1 else params["layers"].get(str(number % size), {})
+        stacked = params["layers"]
+        if size > 1:
+            stacked = stacked.get(str(number % size), {})
         layers[f"layer_{number}"] = jax.tree.map(operator.itemgetter(number // size), stacked)
     return {name: value for name, value in params.items() if name != "layers"} | layers
 
@@ -77,9 +83,10 @@ def stacked_params(config: DecoderConfig, params: dict) -> dict:
     size = config.period
     layers = [params[f"layer_{number}"] for number in range(config.num_layers)]
     stacks = [jax.tree.map(lambda *each: jnp.stack(each), *layers[kind::size]) for kind in range(size)]
-    kinds = {str(kind): stack for kind, stack in enumerate(stacks) if stack}
     other_params = {name: value for name, value in params.items() if not name.startswith("layer_")}
-    return other_params | {"layers": kinds if size > 1 else stacks[0]}
+    if size == 1:
+        return other_params | {"layers": stacks[0]}
+    return other_params | {"layers": {str(kind): stack for kind, stack in enumerate(stacks) if stack}}
 
 
 def unrolled_arrays(config: DecoderConfig, params: dict) -> dict:

@@ -266,7 +266,8 @@ def _activations(config: Config, model: Model, inputs: list[Any], remat: str, lo
 
     def residuals(trained, frozen, *inputs):
         def logprobs(trained):
-            return logprobs_of(decoder, combine(trained, frozen), *inputs, **options)
+            scores = logprobs_of(decoder, combine(trained, frozen), *inputs, **options)
+            return scores.logprobs, scores.entropy
 
         return jax.vjp(logprobs, trained)[1]
 

@@ -125,7 +125,10 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
         if config.model.path:
             return load_tokenizer(config.model.path, config.model.chat_date)
         assert config.model.decoder is not None
-        return character_tokenizer(config.model.decoder.characters or characters([*task.train, *task.evaluation]))
+        known = config.model.decoder.characters
+        if not known:
+            known = characters([*task.train, *task.evaluation])
+        return character_tokenizer(known)
 
     def shapes() -> Model:
         if config.model.path:
@@ -133,13 +136,20 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
         else:
             assert config.model.decoder is not None
             shape = scratch_config(config.model.decoder, len(tokenizer()))
-        shape = adapted(shape, config.model.lora) if config.model.lora else shape
-        options = {"replays_routing": config.rollout.record_routing}
-        decoder = Decoder(shape, compute_dtype(config.model.dtype), config.model.remat, **options)
-        return Model(decoder, *split_params(abstract_params(shape), config.model))
+        if config.model.lora:
+            shape = adapted(shape, config.model.lora)
+        decoder = Decoder(
+            shape,
+            compute_dtype(config.model.dtype),
+            config.model.remat,
+            replays_routing=config.rollout.record_routing,
+        )
+        trained, frozen = split_params(abstract_params(shape), config.model)
+        return Model(decoder, trained, frozen)
 
     task = reached(lambda: load_task(config))
-    if (reference := config.model.reference) and not Path(reference).exists():
+    reference = config.model.reference
+    if reference and not Path(reference).exists():
         reached(lambda: model_folder(reference, ("config.json",)))
     if config.task.keep:
         notes.append("number of problems to train on: task.keep measures pass rates when the run starts")
@@ -168,11 +178,12 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
 def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
     optimizer = make_optimizer(config.optimizer, config.model.average_rate)
-    averaged = "" if config.model.average_rate is None else "; the teacher's average: 4 B × trained"
-    meaning = "Adam's two moments: 8 B × trained"
+    formula = "Adam's two moments: 8 B × trained"
     if config.optimizer.name != ADAMW or config.optimizer.options:
-        meaning = f"state of {config.optimizer.name}"
-    state = Held(f"{meaning}{averaged}", jax.eval_shape(optimizer.init, model.trained))
+        formula = f"state of {config.optimizer.name}"
+    if config.model.average_rate is not None:
+        formula += "; the teacher's average: 4 B × trained"
+    state = Held(formula, jax.eval_shape(optimizer.init, model.trained))
     size = jnp.dtype(model.decoder.dtype).itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
@@ -181,14 +192,18 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     }
     copy = Held(f"{size} B × trained", to_compute_with(model.decoder, model.trained))
     needs_reference = config.algorithm.build().needs_reference
-    if reads_start := (needs_reference and not config.model.reference) or config.evaluation.initial_kl:
+    reads_start = config.evaluation.initial_kl
+    if needs_reference and not config.model.reference:
+        reads_start = True
+    if reads_start:
         parts[START] = copy
     if needs_reference and config.model.reference:
-        whole = combine(model.trained, model.frozen)
-        parts[REFERENCE] = Held(f"{size} B × (trained + frozen)", to_compute_with(model.decoder, whole))
+        all_params = combine(model.trained, model.frozen)
+        parts[REFERENCE] = Held(f"{size} B × (trained + frozen)", to_compute_with(model.decoder, all_params))
     if keeps_copy(config) and not (reads_start and config.regime.offline):
         parts[COPY] = copy
-    if older := config.task.most_older_versions(config.training.steps):
+    older = config.task.most_older_versions(config.training.steps)
+    if older:
         parts[OLDER] = Held(f"{older} × {copy.formula}", [copy.tree] * older)
     if config.model.teacher not in (None, POLICY):
         shape = teacher_shape(config)
@@ -205,11 +220,14 @@ def keeps_copy(config: Config) -> bool:
 def sampled_from(config: Config, model: Model) -> tuple[str, dict]:
     """Name and shapes of the sampler's weights: a part of `resident_arrays`, or a cast of the trained ones."""
     parts = resident_arrays(config, model)
-    for name in (COPY, START) if config.regime.offline else (COPY,):
-        if name in parts:
-            return name, parts[name].tree
-    name = "trained parameters" if model.decoder.dtype == jnp.float32 else CAST
-    return name, to_compute_with(model.decoder, model.trained)
+    if COPY in parts:
+        return COPY, parts[COPY].tree
+    if config.regime.offline and START in parts:
+        return START, parts[START].tree
+    cast = to_compute_with(model.decoder, model.trained)
+    if model.decoder.dtype == jnp.float32:
+        return "trained parameters", cast
+    return CAST, cast
 
 
 def to_compute_with(decoder: Decoder, params: dict) -> dict:
@@ -226,7 +244,8 @@ def batch_arrays(shape: Shape, turns: int | None = None, recorded: Mapping[str, 
     """
     batch = pad([], shape)
     size = batch.completions.shape
-    batch.recorded.update({name: np.zeros((*size, *array.shape[1:]), array.dtype) for name, array in recorded.items()})
+    for name, array in recorded.items():
+        batch.recorded[name] = np.zeros(size + array.shape[1:], array.dtype)
     if turns is not None:
         rewards = np.zeros((len(batch.rewards), turns), np.float32)
         batch = batch._replace(turn_rewards=rewards, token_turns=np.zeros(batch.completions.shape, np.int32))
@@ -246,8 +265,10 @@ def plan(config: Config, target: Target) -> Plan:
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     model, _, prompt_tokens, _, missing = resolve_shapes(config)
+    if not prompt_tokens:
+        missing.append("set rollout.max_prompt_tokens")
     if model is None or prompt_tokens is None:
-        raise UserError(problem="; ".join([*missing, *([] if prompt_tokens else ["set rollout.max_prompt_tokens"])]))
+        raise UserError(problem="; ".join(missing))
     decoder = model.decoder
     options = kernel_options(config.model, decoder.config, jnp.dtype(decoder.dtype), target.devices[0])
     model = model._replace(decoder=decoder.clone(**options))
@@ -257,8 +278,18 @@ def plan(config: Config, target: Target) -> Plan:
     name, weights = sampled_from(config, model)
     sampler = {name: laid_out_by_rules(mesh, weights)}
     free = target.memory - bytes_on_device(on_mesh | sampler)
-    sampling_plan = sampling_of(config, model.decoder, mesh, prompt_tokens, free, target.devices[0].platform)
-    planned = Plan(config, target, mesh, model, prompt_tokens, on_mesh, sampler, sampling_plan)
+    platform = target.devices[0].platform
+    sampling_plan = sampling_of(config, model.decoder, mesh, prompt_tokens, free=free, platform=platform)
+    planned = Plan(
+        config=config,
+        target=target,
+        mesh=mesh,
+        model=model,
+        prompt_tokens=prompt_tokens,
+        held=on_mesh,
+        sampler=sampler,
+        sampling_plan=sampling_plan,
+    )
     most_iterations(planned)  # raises an error if the token budget is too small
     return planned
 
@@ -268,8 +299,9 @@ def programs_of(config: Config) -> tuple[str, ...]:
 
     Only runs with several updates of a batch score it before the first one, if the algorithm reads the proximal policy.
     """
-    scores = config.training.updates > 1 and config.algorithm.build().needs_proximal
-    return ("sample", "score", "update") if scores else ("sample", "update")
+    if config.training.updates > 1 and config.algorithm.build().needs_proximal:
+        return "sample", "score", "update"
+    return "sample", "update"
 
 
 def arguments_of(plan: Plan, program: str) -> dict[str, Any]:
@@ -279,9 +311,11 @@ def arguments_of(plan: Plan, program: str) -> dict[str, Any]:
     if program == "score":
         return {name: plan.held[name] for name in ("trained parameters", "frozen parameters")}
     names = ["trained parameters", "optimizer's state"]
-    reference = REFERENCE if plan.config.model.reference else START
-    names += [reference] if plan.config.algorithm.build().needs_reference else []
-    names += ["frozen parameters", *([TEACHER] if TEACHER in plan.held else [])]
+    if plan.config.algorithm.build().needs_reference:
+        names.append(REFERENCE if plan.config.model.reference else START)
+    names.append("frozen parameters")
+    if TEACHER in plan.held:
+        names.append(TEACHER)
     return {name: plan.held[name] for name in names}
 
 
@@ -291,7 +325,10 @@ def executables_of(plan: Plan, program: str) -> list[Executable]:
         weights = arguments_of(plan, program).values()
         return sampling_executables(plan.config, plan.model.decoder, plan.sampling_plan, *weights)
     with jax.set_mesh(plan.mesh):
-        traced = traced_score(plan) if program == "score" else traced_update(plan)
+        if program == "score":
+            traced = traced_score(plan)
+        else:
+            traced = traced_update(plan)
     return [Executable(traced, plan.mesh, 0)]
 
 
@@ -328,16 +365,26 @@ def compiled(plan: Plan, program: str) -> Program:
 
 def needed_by(refusal: str) -> int:
     """The number of bytes in the compiler's error about a program that is too large."""
-    size = re.search(r"Used ([\d.]+)([KMGT])", refusal) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", refusal)
-    return int(float(size[1]) * 1024 ** ("KMGT".index(size[2]) + 1)) if size else 0
+    for pattern in (r"Used ([\d.]+)([KMGT])", r"\(([\d.]+)([KMGT])\) exceeds"):
+        size = re.search(pattern, refusal)
+        if size:
+            return int(float(size[1]) * 1024 ** ("KMGT".index(size[2]) + 1))
+    return 0
 
 
 def traced_score(plan: Plan) -> jax.stages.Traced:
     """The scoring of a minibatch under the proximal policy, traced for the plan's devices."""
     config = plan.config
     batch, layout = batch_and_layout(plan)
-    options = plan.model.decoder, combine(*arguments_of(plan, "score").values()), batch, config.rollout.sampling()
-    return score_batch.trace(layout, *options, config.model.logprob_chunk)
+    trained, frozen = arguments_of(plan, "score").values()
+    return score_batch.trace(
+        layout,
+        plan.model.decoder,
+        combine(trained, frozen),
+        batch,
+        config.rollout.sampling(),
+        config.model.logprob_chunk,
+    )
 
 
 def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
@@ -347,23 +394,37 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     parts = micro_batches_of(plan)
     shape = sampled_shape(config, plan.prompt_tokens)._replace(prompts=padded_prompts(plan, parts) * minibatches)
     algorithm = config.algorithm.build()
-    of_turns = algorithm.reads("turn_rewards", "token_turns")
+    turns = None
+    if algorithm.reads("turn_rewards", "token_turns"):
+        turns = config.task.agent_turns
     vocabulary = plan.model.decoder.config.vocab_size
     sampling = config.rollout.sampling()
     recorded = recorded_shapes(vocabulary, sampling, config.rollout.recording()) | routing_shapes(plan.model.decoder)
-    arrays = batch_arrays(shape, config.task.agent_turns if of_turns else None, recorded)
-    arrays = with_top_tokens(arrays, config.rollout.recorded_top_k if algorithm.score_centering else 0)
+    arrays = batch_arrays(shape, turns, recorded)
+    top_tokens = 0
+    if algorithm.score_centering:
+        top_tokens = config.rollout.recorded_top_k
+    arrays = with_top_tokens(arrays, top_tokens)
     if config.task.teacher_template:
         assert config.task.teacher_tokens is not None
         arrays = with_teacher_prompts(arrays, (), (), config.task.teacher_tokens)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
-    rows = laid_out(plan.mesh, (shape.rows,), bool) if minibatches > 1 else None
-    layout = Layout(parts, None, rows, minibatches)
-    if _is_packed(plan):
-        shapes = [(most_iterations(plan), *_packed_shape(plan))] * 4 + [(shape.rows, shape.time), ()]
-        packed = Packed(*(laid_out(plan.mesh, shape, jnp.int32) for shape in shapes))
-        layout = Layout(1, packed, rows, minibatches)
-    return batch, layout
+    rows = None
+    if minibatches > 1:
+        rows = laid_out(plan.mesh, (shape.rows,), bool)
+    if not _is_packed(plan):
+        return batch, Layout(parts, None, rows, minibatches)
+    row_shape = _packed_shape(plan)
+    packed_rows = laid_out(plan.mesh, (most_iterations(plan), row_shape.rows, row_shape.tokens), jnp.int32)
+    packed = Packed(
+        tokens=packed_rows,
+        positions=packed_rows,
+        targets=packed_rows,
+        ends=packed_rows,
+        places=laid_out(plan.mesh, (shape.rows, shape.time), jnp.int32),
+        count=laid_out(plan.mesh, (), jnp.int32),
+    )
+    return batch, Layout(1, packed, rows, minibatches)
 
 
 def traced_update(plan: Plan) -> jax.stages.Traced:
@@ -371,28 +432,24 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
     config = plan.config
     decoder = plan.model.decoder
     arguments = arguments_of(plan, "update")
-    teacher = arguments.pop(TEACHER, None)
-    params, optimizer_state, *reference, frozen = arguments.values()
     batch, layout = batch_and_layout(plan)
-    is_scored_before = "score" in programs_of(config)
-    proximal: Any = laid_out(plan.mesh, batch.completions.shape, jnp.float32, ROWS) if is_scored_before else None
+    proximal: Any = None
+    if "score" in programs_of(config):
+        proximal = laid_out(plan.mesh, batch.completions.shape, jnp.float32, ROWS)
+    teacher = None
+    if TEACHER in arguments:
+        teacher = teacher_decoder(config, plan.target.devices[0])
     context = UpdateContext(
-        frozen,
+        arguments["frozen parameters"],
         jax.eval_shape(lambda: jax.random.key(0)),
-        reference_params=reference[0] if reference else None,
-        teacher_params=teacher,
+        reference_params=arguments.get(REFERENCE, arguments.get(START)),
+        teacher_params=arguments.get(TEACHER),
         proximal_logprobs=proximal,
         hyperparameters=hyperparameters_of(config, jax.ShapeDtypeStruct((), jnp.float32)),
     )
-    return update.trace(
-        TrainState(params, optimizer_state),
-        batch,
-        layout,
-        context,
-        recipe=recipe_of(config, decoder, teacher and teacher_decoder(config, plan.target.devices[0]))._replace(
-            decoder=decoder
-        ),
-    )
+    state = TrainState(arguments["trained parameters"], arguments["optimizer's state"])
+    recipe = recipe_of(config, decoder, teacher)._replace(decoder=decoder)
+    return update.trace(state, batch, layout, context, recipe=recipe)
 
 
 def padded_prompts(plan: Plan, parts: int = 1) -> int:

@@ -1,6 +1,5 @@
 """The programs that an engine compiles for a batch, from shapes: transfer of weights, prompts, a round of tokens."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +10,12 @@ from jaxtyping import Array
 
 from recjax.config import Config
 from recjax.models.decoder import Decoder
-from recjax.models.placement import ROWS, AnyMesh, bytes_on_device, laid_out, laid_out_by_rules, mover
+from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, mover
 from recjax.models.trainable import combine
 from recjax.models.unrolling import copies_layers
 from recjax.rollout import decoding, keys_values
 from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, plan_for
+from recjax.rollout.programs import engine_programs
 
 
 class Executable(NamedTuple):
@@ -122,54 +122,41 @@ def sampling_executables(
 
 def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:
     """Prompts and first tokens, the cache's last growth, its transfer to half the slots, and a round in all slots."""
-
-    def cache(rows: int, time: int) -> tuple:
-        return jax.tree.map(lambda x: like(x, rows, time), cached[:2])
-
-    def like(x: jax.ShapeDtypeStruct, rows: int, time: int) -> jax.ShapeDtypeStruct:
-        shape = *x.shape[:-4], rows, x.shape[-3], time, x.shape[-1]
-        return laid_out(plan.mesh, shape, x.dtype, None, ROWS, "tensor")
-
-    shares = plan.shares_prompts
-    prompt_time = plan.engine.prefix_time
-    lengths = plan.engine.lengths
-    of = np.arange(plan.slots) // most_completions(config)
-    sampling = config.rollout.sampling()
-    recording = config.rollout.recording()
-
-    def begun(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
-        cache, scores = decoding.prefill(params, prompts, mask, decoder=decoder)
-        return cache, decoding.first_tokens(scores, jnp.asarray(of), keys, sampling=sampling, recording=recording)
-
-    tokens, mask = (jax.ShapeDtypeStruct((plan.prompts, prompt_time), dtype) for dtype in (jnp.int32, bool))
-    cached, _ = jax.eval_shape(functools.partial(decoding.prefill, decoder=decoder), weights, tokens, mask)
-    states = jax.tree.map(lambda x: like(x, plan.slots, x.shape[-2]), cached[2:])
-    prefilled = Executable(jax.jit(begun).trace(weights, tokens, mask, _keys(plan.slots)), plan.mesh, 0)
-
-    prompts = cache(plan.prompts if shares else plan.slots, prompt_time)
-    waiting = 0 if shares else bytes_on_device(cache(plan.prompts, prompt_time))
-    later = [cache(plan.slots, length) for length in lengths]
-    programs = [prefilled]
-    if len(lengths) > 1:
-        grown = keys_values.resized.trace(later[-2], time=lengths[-1])
-        programs.append(Executable(grown, plan.mesh, bytes_on_device((prompts, weights)) + waiting))
-    if len(plan.engine.slots) > 1:
-        kept = jax.ShapeDtypeStruct((plan.engine.slots[-2],), jnp.int32)
-        memory = keys_values.Memory(prompts, later[-1], *states)
-        fewer = keys_values.gather_slots.trace(memory, kept, time=lengths[-1])
-        programs.append(Executable(fewer, plan.mesh, bytes_on_device(weights) + waiting))
-    counts = jax.ShapeDtypeStruct((plan.slots,), jnp.int32)
-    rows = decoding.SlotState(jax.ShapeDtypeStruct((plan.slots,), bool), *[counts] * 5, keys=_keys(plan.slots))
-    decoded = decoding.decode.trace(
+    group_size = most_completions(config)
+    calls = engine_programs(
+        decoder,
+        plan.engine,
+        plan.mesh,
         weights,
-        keys_values.Memory(prompts, later[-1], *states),
-        rows,
-        jax.ShapeDtypeStruct((), jnp.int32),
-        decoder=decoder,
-        options=decoding.RoundOptions(sampling, (0,), plan.engine.round_time, recording),
+        prompts=plan.prompts,
+        group_size=group_size,
+        sampling=config.rollout.sampling(),
+        stop_ids=(0,),
+        recording=config.rollout.recording(),
     )
-    return [*programs, Executable(decoded, plan.mesh, waiting)]
+    prefill, first_tokens = calls[:2]
+    last = {call.function: call for call in calls}  # a function's last call has its largest arrays
+    decode = last[decoding.decode]
+    prompts = decode.arguments[1].prompts
+    waiting = 0
+    if not plan.shares_prompts:
+        # Prompts wait next to the memory of the slots, which have copies of them.
+        filling = [call for call in calls if call.function is keys_values.put_started]
+        waiting = bytes_on_device(filling[0].arguments[1])
 
+    # One program, because the results of the first are there while the second runs.
+    def prefilled(params: dict, prompts: Array, mask: Array, keys: Array) -> tuple:
+        cache, scores = prefill.function(params, prompts, mask, **prefill.options)
+        rows = jnp.asarray(np.arange(plan.slots) // group_size)
+        return cache, first_tokens.function(scores, rows, keys, **first_tokens.options)
 
-def _keys(rows: int) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), rows)))
+    params, tokens, mask, _ = prefill.arguments
+    _, _, keys = first_tokens.arguments
+    programs = [Executable(jax.jit(prefilled).trace(params, tokens, mask, keys), plan.mesh, 0)]
+    if keys_values.resized in last:
+        also_held = bytes_on_device((prompts, weights)) + waiting
+        programs.append(Executable(last[keys_values.resized].trace(), plan.mesh, also_held))
+    if keys_values.gather_slots in last:
+        fewer = last[keys_values.gather_slots].trace()
+        programs.append(Executable(fewer, plan.mesh, bytes_on_device(weights) + waiting))
+    return [*programs, Executable(decode.trace(), plan.mesh, waiting)]

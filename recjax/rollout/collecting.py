@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,14 @@ from jaxtyping import Array, Key, UInt32
 from recjax.experience.group import Completion, Grade, Group, Row, runs_of
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import decode_each_after
-from recjax.models.placement import laid_out_by_rules, on_host
+from recjax.models.placement import on_host
 from recjax.models.sampling import Sampling
+from recjax.models.unrolling import made_for_sampling
 from recjax.rewards.custom import Answered
 from recjax.rewards.pool import FAILURES, Grading, Scores
-from recjax.rollout.device import CompilingDevice
 from recjax.rollout.engine import Engine
-from recjax.rollout.plan import abstract_weights
+from recjax.rollout.plan import plan_for, sampling_mesh
+from recjax.rollout.programs import ProgramCall, engine_programs, first_round, sampling_params
 from recjax.rollout.requests import Request, Sampled, Weights
 from recjax.runtime import hosts
 from recjax.runtime.clocks import DeviceClock
@@ -60,40 +60,52 @@ def sample_groups(
         clock: see `Engine`.
     Reference: arXiv 2509.24203 §2 (behavior policy μ).
     """
-    engine = _engine_for(policy, prompts, newer=newer, clock=clock)
+    engine = Engine(
+        policy.decoder,
+        policy.stop_ids,
+        slots=policy.slots,
+        prefix_time=prompts.tokens.shape[1],
+        newer=newer,
+        recording=policy.recording,
+        clock=clock,
+    )
     engine.replace_weights(params, version)
     prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
     tickets = engine.admit(_requests(prefixes, keys, group_size, max_tokens, sampling), group_size)
     finished = engine.drain()
     sampled = [finished[ticket] for ticket in tickets]
-    of_each = [prefix for prefix in prefixes for _ in range(group_size)]
-    completions = sampled_completions(of_each, sampled, policy, sampling, source)
-    of_groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
-    return problem_groups(name, prompts.problems, of_groups)
+    repeated = [prefixes[row // group_size] for row in range(len(sampled))]
+    completions = sampled_completions(repeated, sampled, policy, sampling, source)
+    grouped = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
+    return problem_groups(name, prompts.problems, grouped)
 
 
-def compile_first_round(
-    policy: Policy, prompts: Prompts, group_size: int, max_tokens: int, sampling: Sampling, device: CompilingDevice
-) -> None:
-    """Compiles the programs of `sample_groups` up to a batch's first round of tokens.
-
-    The later programs, for a longer cache or fewer slots, depend on the lengths of the completions.
+def first_round_calls(
+    policy: Policy, prompts: Prompts, group_size: int, max_tokens: int, sampling: Sampling
+) -> list[ProgramCall]:
+    """The programs of `sample_groups` up to a batch's first round of tokens, from shapes.
 
     Args:
         prompts: any prompts in the number and width of the batch's.
     """
-    engine = _engine_for(policy, prompts, device=device)
-    engine.replace_weights(laid_out_by_rules(jax.sharding.get_mesh(), abstract_weights(policy.decoder)), 0)
-    prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
-    keys = device.read(_row_keys.eval_shape(jax.random.key(0), group_size * len(prefixes)))
-    engine.admit(_requests(prefixes, keys, group_size, max_tokens, sampling), group_size)
-    engine.round()
-
-
-def _engine_for(policy: Policy, prompts: Prompts, **options: Any) -> Engine:
-    """A new engine for a batch of prompts."""
-    sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1], "recording": policy.recording}
-    return Engine(policy.decoder, policy.stop_ids, **sizes, **options)
+    decoder = made_for_sampling(policy.decoder)
+    mesh = sampling_mesh(decoder)
+    count, prefix_time = prompts.tokens.shape
+    plan = plan_for(decoder, count * group_size, max_tokens, group_size, prefix_time=prefix_time, slots=policy.slots)
+    calls = engine_programs(
+        decoder,
+        plan,
+        mesh,
+        sampling_params(decoder, mesh),
+        prompts=count,
+        group_size=group_size,
+        sampling=sampling,
+        stop_ids=tuple(policy.stop_ids),
+        recording=policy.recording,
+    )
+    if max_tokens == 1:  # first tokens end the completions
+        return calls[:2]
+    return first_round(calls)
 
 
 def _requests(
@@ -116,27 +128,36 @@ def sampled_completions(
     """
     if not sampled:
         return []
-    # A text has no token that ended its completion.
-    written = [each.tokens if each.truncated else each.tokens[:-1] for each in sampled]
+    written = []
+    for each in sampled:
+        tokens = each.tokens
+        if not each.truncated:  # a text has no token that ended its completion
+            tokens = tokens[:-1]
+        written.append(tokens)
     texts = decode_each_after(policy.tokenizer, prefixes, written)
     versions = np.concatenate([each.versions for each in sampled])
     counts = np.array([len(each.tokens) for each in sampled])
     starts = counts.cumsum() - counts
     oldest = np.minimum.reduceat(versions, starts).tolist()
     newest = np.maximum.reduceat(versions, starts).tolist()
-    return [
-        Completion(
-            id="",
-            source=source,
-            text=text,
-            rows=(Row(prefix, *each.row_columns),),
-            sampling=sampling,
-            policy_version=version,
-            truncated=each.truncated,
-            version_runs=() if version == last else runs_of(each.versions),
+    completions = []
+    for prefix, each, text, first, last in zip(prefixes, sampled, texts, oldest, newest, strict=True):
+        version_runs = ()
+        if first != last:
+            version_runs = runs_of(each.versions)
+        completions.append(
+            Completion(
+                id="",
+                source=source,
+                text=text,
+                rows=(Row(prefix, *each.row_columns),),
+                sampling=sampling,
+                policy_version=first,
+                truncated=each.truncated,
+                version_runs=version_runs,
+            )
         )
-        for prefix, each, text, version, last in zip(prefixes, sampled, texts, oldest, newest, strict=True)
-    ]
+    return completions
 
 
 def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]) -> list[Group]:
@@ -151,8 +172,14 @@ def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence
         answers = [answer._replace(id=f"{name}/{next(numbers):05d}") for answer in answers]
         if problem.task:
             answers = [answer._replace(metadata={**answer.metadata, "task": problem.task}) for answer in answers]
-        tokens = next((row.prompt_tokens for answer in answers for row in answer.rows), np.zeros(0, np.int32))
-        prompt = problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt)
+        rows = itertools.chain.from_iterable(answer.rows for answer in answers)
+        first_row = next(rows, None)
+        tokens = np.zeros(0, np.int32)
+        if first_row is not None:
+            tokens = first_row.prompt_tokens
+        prompt = problem.prompt
+        if not isinstance(prompt, str):
+            prompt = list(prompt)
         groups.append(Group(f"{name}/{number:05d}", tokens, tuple(answers), prompt, problem.answer))
     return groups
 
@@ -200,17 +227,25 @@ class Grades:
         names = hosts.all_names(scores.parts)
         scores = scores._replace(parts={name: scores.parts.get(name, missing) for name in names})
         rewards, parts, accurate, failures = hosts.gathered(scores, self._count)
-        columns = [values.tolist() for values in (rewards, accurate, failures, *parts.values())]
-        grades = [
-            Grade(
-                reward=None if math.isnan(reward) else reward,
-                reward_parts={name: part for name, part in zip(parts, values, strict=True) if not math.isnan(part)},
-                accurate=None if math.isnan(is_right) else bool(is_right),
-                failure=FAILURES[failure],
+        part_values = {name: values.tolist() for name, values in parts.items()}
+        graded = zip(rewards.tolist(), accurate.tolist(), failures.tolist(), strict=True)
+        grades = []
+        for index, (reward, is_right, failure) in enumerate(graded):
+            values = {name: values[index] for name, values in part_values.items()}
+            grades.append(
+                Grade(
+                    reward=_known(reward),
+                    reward_parts={name: value for name, value in values.items() if not math.isnan(value)},
+                    accurate=None if math.isnan(is_right) else bool(is_right),
+                    failure=FAILURES[failure],
+                )
             )
-            for reward, is_right, failure, *values in zip(*columns, strict=True)
-        ]
         return self._complete(grades)
+
+
+def _known(value: float) -> float | None:
+    """The value; None in the place of NaN."""
+    return None if math.isnan(value) else value
 
 
 def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grades:
@@ -220,9 +255,10 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         groups: groups, one for each prompt.
         grading: grading pool that is open.
     """
-    answered = [
-        Answered.to(prompts.problems[number], prompts.texts[number], answer.text, answer.sampled_tokens, answer.id)
-        for number in hosts.share(len(groups))
-        for answer in groups[number].completions
-    ]
+    answered = []
+    for number in hosts.share(len(groups)):
+        problem = prompts.problems[number]
+        text = prompts.texts[number]
+        for answer in groups[number].completions:
+            answered.append(Answered.to(problem, text, answer.text, answer.sampled_tokens, answer.id))
     return Grades(grading.submit(answered), sum(len(group.completions) for group in groups))

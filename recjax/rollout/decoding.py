@@ -11,13 +11,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.experts import apply_routed, chosen_experts, routing_shapes
+from recjax.models.layer import Cache
 from recjax.models.logprobs import (
     Sampling,
     last_hidden,
-    logprobs_and_entropy,
     recorded_shapes,
     recorded_tokens,
     sampling_logits,
+    score_tokens,
 )
 from recjax.models.placement import ROWS, constrain
 from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
@@ -64,14 +65,15 @@ class RoundOptions(NamedTuple):
 class Decoded(NamedTuple):
     """State of a round after `time` tokens; each slot keeps the first `counts` of these tokens.
 
-    `recent` holds the keys and values of this round's tokens except the last, and the states after these tokens.
+    `recent` holds the keys and values of this round's tokens except the last, and the states after these tokens; None
+    in the result of a round.
     `recorded` holds other arrays of each token, [slots, round, …] by name; see `recjax.experience.group.Row`.
     """
 
     time: Int[Array, ""]
     live: Bool[Array, " slots"]
     last: Int[Array, " slots"]
-    recent: tuple
+    recent: Cache | None
     tokens: Int[Array, "slots round"]
     logprobs: Float[Array, "slots round"]
     counts: Int[Array, " slots"]
@@ -100,11 +102,11 @@ def prefill(
     held: SlotContents | None = None,
     *,
     decoder: Decoder,
-) -> tuple[tuple, Float[Array, "rows vocab"]]:
+) -> tuple[Cache, Float[Array, "rows vocab"]]:
     """Keys and values of right-padded tokens, states after them, and the scores of the token after each row.
 
     Args:
-        held: contents of the slots that the rows continue; None: the rows are whole prefixes.
+        held: contents of the slots that the rows continue; None: the rows are complete prefixes.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     contexts = ()
@@ -112,9 +114,9 @@ def prefill(
         positions += (held.lengths + held.cached)[:, None]
         # Slots of a group read one copy of their prompt; each row of this program has its own.
         memory = read_slots(held.memory, held.slots)
-        *contexts, last = _contexts(memory, held.lengths, held.cached)
+        contexts = _contexts(memory, held.lengths, held.cached)
         # The decoder reads the states of the last context only, as they are those after all tokens of the slot.
-        contexts = (*contexts, last._replace(states=memory.states))
+        contexts = (*contexts[:-1], contexts[-1]._replace(states=memory.states))
     applied: Any = decoder.apply({"params": params}, tokens, positions, mask, contexts)
     hidden, cache = applied
     return over_mesh(cache), _scores(decoder, params, last_hidden(hidden, mask))
@@ -128,7 +130,7 @@ def _scores(decoder: Decoder, params: dict, hidden: Float[Array, "rows hidden"])
 @functools.partial(jax.jit, static_argnames=("sampling", "recording"))
 def first_tokens(
     scores: Float[Array, "prompts vocab"],
-    of: Int[Array, " batch"],
+    prompt_rows: Int[Array, " batch"],
     keys: UInt32[Array, "batch words"],
     *,
     sampling: Sampling,
@@ -137,12 +139,12 @@ def first_tokens(
     """The first token of each completion, its log-probability, and its recorded arrays, [batch, …] by name.
 
     Args:
-        of: index of each completion's prompt.
+        prompt_rows: row of each completion's prompt in `scores`.
         recording: the arrays.
     """
     # Completions of a group share their prompt's scores, which were computed once.
-    scores = scores[of]
-    tokens, logprobs = sample_tokens(scores, sampling, _step_keys(keys, jnp.zeros_like(of)))
+    scores = scores[prompt_rows]
+    tokens, logprobs = sample_tokens(scores, sampling, _step_keys(keys, jnp.zeros_like(prompt_rows)))
     return tokens, logprobs, recorded_tokens(scores, sampling, recording)
 
 
@@ -181,7 +183,7 @@ def decode(
     """Samples up to `options.time` tokens for each live slot; stops early once at most `enough` slots are live.
 
     The round only reads the memory. It keeps the keys and values of new tokens in a buffer where all slots share one
-    position, and at the end copies them to each slot's own position. Memory behind a slot's cached tokens has no
+    position, and at the end copies them to each slot's own position. Memory after a slot's cached tokens has no
     meaning, so idle slots lose no tokens either, as long as they have room for a round. A memory without any room
     keeps none of the round's tokens. States change only with tokens of live slots.
     """
@@ -190,51 +192,55 @@ def decode(
     offsets = jnp.arange(options.time)
     starts = rows.lengths + rows.cached
     # Inside the loop, XLA would compute cosines and sines again in every layer for every token.
-    turns = decoder.turns(starts[:, None] + offsets)
+    angles = decoder.rotary_angles(starts[:, None] + offsets)
 
     def unfinished(state: Decoded) -> Bool[Array, ""]:
         return (state.time < options.time) & (state.live.sum() > enough)
 
     def step(state: Decoded) -> Decoded:
         time = state.time
-        keys, values, *states = state.recent
+        recent = state.recent
+        assert recent is not None
+        keys, values = recent.keys_values
         # The buffer's entry at `time` is the token that runs now, so it is already visible to itself.
         seen = jnp.broadcast_to(offsets <= time, (slots, options.time))
-        turns_now = jax.tree.map(lambda turn: jax.lax.dynamic_slice_in_dim(turn, time, 1, axis=1), turns)
-        (hidden, recent), sown = apply_routed(
+        angles_now = jax.tree.map(lambda angle: jax.lax.dynamic_slice_in_dim(angle, time, 1, axis=1), angles)
+        (hidden, cache), sown = apply_routed(
             decoder,
             {"params": params},
             state.last[:, None],
             (starts + time)[:, None],
             # Idle slots may write any keys and values, which are overwritten, but a state would keep their tokens.
             state.live[:, None] if memory.states else jnp.ones((slots, 1), bool),
-            (*contexts, Context(keys, values, seen, starts[:, None] + offsets, *states)),
+            contexts=(*contexts, Context(keys, values, seen, starts[:, None] + offsets, recent.states)),
             write_at=time,
-            turns=turns_now,
+            angles=angles_now,
         )
         scores = _scores(decoder, params, hidden[:, 0])
         tokens, logprobs = sample_tokens(scores, options.sampling, _step_keys(rows.keys, rows.counts + time))
         recorded = recorded_tokens(scores, options.sampling, options.recording) | chosen_experts(decoder, sown)
         ended = jnp.isin(tokens, jnp.array(options.stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
         return Decoded(
-            time + 1,
-            state.live & ~ended,
-            tokens,
-            over_mesh(recent),
+            time=time + 1,
+            live=state.live & ~ended,
+            last=tokens,
+            recent=over_mesh(cache),
             # All slots write in one column; `counts` says how many of a slot's columns belong to its completion.
-            state.tokens.at[:, time].set(tokens),
-            state.logprobs.at[:, time].set(logprobs),
-            state.counts + state.live,
-            jax.tree.map(lambda whole, now: whole.at[:, time].set(now), state.recorded, recorded),
+            tokens=state.tokens.at[:, time].set(tokens),
+            logprobs=state.logprobs.at[:, time].set(logprobs),
+            counts=state.counts + state.live,
+            recorded=jax.tree.map(lambda column, now: column.at[:, time].set(now), state.recorded, recorded),
         )
 
     state = jax.lax.while_loop(unfinished, step, _round_start(memory, rows, decoder, options))
 
+    recent = state.recent
+    assert recent is not None
     later = memory.later
     if cache_time(later):
-        later = put_round(later, state.recent[:2], rows.cached)
+        later = put_round(later, recent.keys_values, rows.cached)
     # The host reads tokens, never the round's keys and values, which stay on the device.
-    return Memory(memory.prompts, later, *state.recent[2:]), state._replace(recent=())
+    return Memory(memory.prompts, later, recent.states), state._replace(recent=None)
 
 
 def _round_start(memory: Memory, rows: SlotState, decoder: Decoder, options: RoundOptions) -> Decoded:
@@ -243,17 +249,17 @@ def _round_start(memory: Memory, rows: SlotState, decoder: Decoder, options: Rou
     vocabulary = decoder.config.vocab_size
     recorded = recorded_shapes(vocabulary, options.sampling, options.recording) | routing_shapes(decoder)
     return Decoded(
-        jnp.zeros((), jnp.int32),
-        rows.live,
-        rows.last,
-        (
-            *empty(memory.prompts, rows=slots, time=options.time, dtype=decoder.cache_dtype),
-            *([memory.states] if memory.states else []),
+        time=jnp.zeros((), jnp.int32),
+        live=rows.live,
+        last=rows.last,
+        recent=Cache(
+            empty(memory.prompts, rows=slots, time=options.time, dtype=decoder.cache_dtype),
+            memory.states,
         ),
-        jnp.zeros((slots, options.time), jnp.int32),
-        jnp.zeros((slots, options.time)),
-        jnp.zeros(slots, jnp.int32),
-        jax.tree.map(lambda like: jnp.zeros((slots, options.time, *like.shape[1:]), like.dtype), recorded),
+        tokens=jnp.zeros((slots, options.time), jnp.int32),
+        logprobs=jnp.zeros((slots, options.time)),
+        counts=jnp.zeros(slots, jnp.int32),
+        recorded=jax.tree.map(lambda like: jnp.zeros((slots, options.time, *like.shape[1:]), like.dtype), recorded),
     )
 
 
@@ -271,11 +277,11 @@ def sample_tokens(
             return jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, step), among)
 
         tokens = _in_two_steps(sampling_logits(scores, sampling), jax.nn.logsumexp, sampled)
-    return tokens, logprobs_and_entropy(scores, tokens, sampling)[0]
+    return tokens, score_tokens(scores, tokens, sampling).logprobs
 
 
-def _in_two_steps(scores: Float[Array, "batch vocab"], of_block: Callable, choose: Callable) -> Int[Array, " batch"]:
-    """Chooses an index per row in two steps: one of about √vocab blocks by `of_block` of its scores, then one in it.
+def _in_two_steps(scores: Float[Array, "batch vocab"], score_block: Callable, choose: Callable) -> Int[Array, " batch"]:
+    """Chooses an index per row in two steps: one of about √vocab blocks by `score_block` of its scores, then one in it.
 
     The result equals a choice among all scores at once, including ties. Sampling takes 2 √vocab random numbers, not
     vocab, and avoids an argmax over many scores, which XLA compiles to slow code on CPUs.
@@ -285,6 +291,6 @@ def _in_two_steps(scores: Float[Array, "batch vocab"], of_block: Callable, choos
     padding = -vocab % length
     # At -inf the padding has probability 0, and it loses every tie as it comes last.
     blocks = jnp.pad(scores, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(batch, -1, length)
-    block = choose(of_block(blocks, axis=-1), 0)
+    block = choose(score_block(blocks, axis=-1), 0)
     inside = choose(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], 1)
     return block * length + inside

@@ -5,6 +5,7 @@ Rounds run in a separate thread, so that the event loop stays free for agents, t
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -109,21 +110,22 @@ class LiveEngine(contextlib.AbstractAsyncContextManager):
                 for _ in range(self._passes):
                     await asyncio.sleep(0)
                 self._admit_and_cancel()
-                finished = await self._in_thread(self._engine.round)
+                finished = await self._in_thread(self._engine.step)
                 followed = [ticket for ticket, pending in self._waiting.items() if pending.followed]
                 for ticket, sampled in self._engine.so_far(followed).items():
                     self._waiting[ticket].so_far = sampled
                     self._waiting[ticket].changed.set()
                 for ticket, sampled in finished.items():
-                    if not (pending := self._waiting.pop(ticket)).done.done():
+                    pending = self._waiting.pop(ticket)
+                    if not pending.done.done():
                         pending.done.set_result(sampled)
         except Exception as error:
             self.error = error
-            for pending in [*self._waiting.values(), *self._arrived]:
+            for pending in itertools.chain(self._waiting.values(), self._arrived):
                 if not pending.done.done():
                     pending.done.set_exception(self._failure())
         finally:
-            for pending in [*self._waiting.values(), *self._arrived]:
+            for pending in itertools.chain(self._waiting.values(), self._arrived):
                 pending.done.cancel()
             self._serving = None
             self._waiting = {}

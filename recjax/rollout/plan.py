@@ -16,9 +16,8 @@ from recjax.models.trainable import in_compute_dtype
 from recjax.runtime import hosts
 
 ROUND = 16  # most tokens that a slot samples before the host checks for ended completions
-# shortest cache in tokens; fewest slots that an engine shrinks to
-SHORTEST_CACHE = 64
-FEWEST_SLOTS = 8
+SHORTEST_CACHE = 64  # tokens
+FEWEST_SLOTS = 8  # fewest slots that an engine shrinks to
 # Tokens per tile in a TPU's layout of the cache. If tokens do not fill the tiles, programs copy the whole cache.
 TILE = 16
 FEWEST_CONTINUED = 4  # fewest rows of a program that continues the contents of slots
@@ -31,17 +30,18 @@ WEIGHTS_SHARE = 0.45  # share of a device's free memory for weights; keys and va
 class EnginePlan(NamedTuple):
     """Sizes of an engine's programs.
 
-    A batch that has the engine for itself gets programs that fit it exactly, a cache that grows step by step, and fewer
-    slots as its completions end. For requests that arrive at any time, numbers and lengths are powers of two, and the
-    number of slots does not shrink.
+    | requests | numbers and lengths | cache | slots |
+    |---|---|---|---|
+    | a batch that has the engine for itself | fit it exactly | grows step by step | fewer as completions end |
+    | arrive at any time | powers of two | grows, rarely shrinks | do not shrink |
 
     Attributes:
         requests: number of requests, waiting or in slots, that the plan is for.
         prefix_time: tokens to which prefixes are padded.
         slots: numbers of slots that may be used, ascending.
         round_time: most tokens that a slot samples in a round.
-        lengths: numbers of tokens behind the prompts that a batch's cache may have room for, ascending; 0 if a single
-            round samples the whole batch. Empty for requests that arrive at any time.
+        lengths: capacities in tokens after the prompts that a batch's cache may have, ascending; 0 if a single round
+            samples the complete batch. Empty for requests that arrive at any time.
     """
 
     requests: int
@@ -51,32 +51,39 @@ class EnginePlan(NamedTuple):
     lengths: Sequence[int]
 
     @property
-    def is_of_batch(self) -> bool:
+    def is_batch(self) -> bool:
         """True for a batch that has the engine for itself."""
         return bool(self.lengths)
 
     def rows(self, count: int) -> int:
-        """Rows of a program for `count` prefixes or completions."""
-        return filled_up(count if self.is_of_batch else power_of_two(count))
+        """Number of rows of the compiled program that runs `count` prefixes or completions."""
+        if self.is_batch:
+            return filled_up(count)
+        return filled_up(power_of_two(count))
 
     def prompt_time(self, longest: int) -> int:
         """Tokens to which prefixes of at most `longest` tokens are padded."""
-        return self.prefix_time if longest <= self.prefix_time else power_of_two(longest)
+        if longest <= self.prefix_time:
+            return self.prefix_time
+        return power_of_two(longest)
 
     def cache_time(self, needed: int, slots: int, current: int = 0) -> int:
-        """Tokens behind its prompt that each of `slots` slots gets room for: at least `needed`.
+        """Tokens that each of `slots` slots can store after its prompt: at least `needed`.
 
         Fewer slots of a batch get longer caches, about half the bytes of the first cache of all slots. Few slots read
         the unused part quickly, and a batch whose completions end one by one uses a single length for each number of
         slots.
 
         Args:
-            current: room that the slots have; for requests at any time, it stays unless it is four times too long.
+            current: capacity of the slots; for requests at any time, it stays unless it is four times too long.
         """
-        if self.is_of_batch:
-            return first_enough(self.lengths, max(needed, self.lengths[0] * self.slots[-1] // (2 * slots)))
+        if self.is_batch:
+            half_of_first = self.lengths[0] * self.slots[-1] // (2 * slots)
+            return first_enough(self.lengths, max(needed, half_of_first))
         length = power_of_two(max(needed, SHORTEST_CACHE))
-        return current if current // 4 < length < current else length
+        if current // 4 < length < current:
+            return current
+        return length
 
 
 def plan_for(
@@ -99,19 +106,32 @@ def plan_for(
         slots: completions that are sampled together; None: as many as fit in memory, of all, half of them, and so on.
         free: free bytes of each device; None: measured.
     """
-    count = filled_up(requests // group_size) * group_size if group_size else power_of_two(requests)
-    prompts = count // (group_size or 1)
+    if group_size:
+        prompts = filled_up(requests // group_size)
+        count = prompts * group_size
+    else:
+        prompts = count = power_of_two(requests)
 
     def needed(slots: int) -> int:
-        copies = prompts if slots == count else prompts + slots
-        time = int(CHANGING * (longest + 2 * ROUND))
-        tokens = {"prompt_tokens": prefix_time, "completion_tokens": time}
-        cache = key_value_bytes(decoder, prompts=copies, rows=slots, **tokens) + state_bytes(decoder, prompts + slots)
-        return cache + score_bytes(decoder, slots)
+        copies = prompts
+        if slots < count:  # each slot has a copy of its prompt
+            copies += slots
+        keys_values = key_value_bytes(
+            decoder,
+            prompts=copies,
+            prompt_tokens=prefix_time,
+            rows=slots,
+            completion_tokens=int(CHANGING * (longest + 2 * ROUND)),
+        )
+        return keys_values + state_bytes(decoder, prompts + slots) + score_bytes(decoder, slots)
 
-    most = count if slots is None or (group_size and slots >= requests) else slots
+    most = count
+    if slots is not None and not (group_size and slots >= requests):
+        most = slots
     if slots is None and needed(most) > ALWAYS_FREE:
-        available = (1 - RESERVE) * (free_bytes() if free is None else free)
+        if free is None:
+            free = free_bytes()
+        available = (1 - RESERVE) * free
         while most > row_shards() and needed(most) > available:
             most = filled_up(-(-most // 2))
     numbers = slot_numbers(most)
@@ -135,7 +155,10 @@ def power_of_two(count: int) -> int:
 
 def first_enough(sizes: Sequence[int], needed: int) -> int:
     """The first size that is enough, or the last."""
-    return next((size for size in sizes if size >= needed), sizes[-1])
+    for size in sizes:
+        if size >= needed:
+            return size
+    return sizes[-1]
 
 
 def next_lower(numbers: Sequence[int], count: int) -> int:
@@ -146,8 +169,10 @@ def next_lower(numbers: Sequence[int], count: int) -> int:
 def slot_numbers(most: int) -> list[int]:
     """All numbers of slots that an engine may use, ascending: `most`, `most`/2, … down to FEWEST_SLOTS."""
     sizes = [filled_up(most)]
-    while (half := filled_up(-(-sizes[0] // 2))) >= FEWEST_SLOTS and half < sizes[0]:
+    half = filled_up(-(-sizes[0] // 2))
+    while FEWEST_SLOTS <= half < sizes[0]:
         sizes.insert(0, half)
+        half = filled_up(-(-half // 2))
     return sizes
 
 
@@ -156,13 +181,17 @@ def cache_lengths(longest: int, round_time: int) -> list[int]:
 
     The final length is 1.5 to 3 times the length before, so no two lengths are almost equal.
     """
-    lengths = [SHORTEST_CACHE if longest > ROUND + 1 else round_time]
+    first = round_time
+    if longest > ROUND + 1:
+        first = SHORTEST_CACHE
     most = longest - 1 + round_time
     if most > TILE:
         most += -most % TILE
+    lengths = [first]
     while 1.5 * lengths[-1] < most:
         lengths.append(2 * lengths[-1])
-    return [*lengths[:-1], most]
+    lengths[-1] = most
+    return lengths
 
 
 # --- Memory.
@@ -180,9 +209,11 @@ def key_value_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows:
     """
     shape = decoder.config
     tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
-    shards = row_shards() * (tensor if shape.num_kv_heads % tensor == 0 else 1)
-    number = jnp.dtype(decoder.cache_dtype or decoder.dtype).itemsize
-    per_token = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * number
+    shards = row_shards()
+    if shape.num_kv_heads % tensor == 0:
+        shards *= tensor
+    dtype = jnp.dtype(decoder.dtype if decoder.cache_dtype is None else decoder.cache_dtype)
+    per_token = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     return per_token * (prompts * prompt_tokens + rows * completion_tokens) // shards
 
 
@@ -244,25 +275,30 @@ def grouped(decoder: Decoder, mesh: AnyMesh, free: int | None = None) -> AnyMesh
     Args:
         free: free bytes of each device; None: measured at the first call.
     Returns:
-        The mesh itself if the groups have no room for the weights.
+        The mesh itself if the groups have no space for the weights.
     """
     weights = abstract_weights(decoder)
     shape = decoder.config
-    free = free_bytes() if free is None else free
+    if free is None:
+        free = free_bytes()
     chosen = mesh
     needed = 0
     most = math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
     for size in range(1, most + 1):
-        if any(whole % size for whole in (mesh.size, shape.num_heads, shape.intermediate_size)):
+        if any(number % size for number in (mesh.size, shape.num_heads, shape.intermediate_size)):
             continue
-        lengths = tuple({"data": mesh.size // size, "tensor": size}.get(axis, 1) for axis in mesh.axis_names)
-        axes = mesh.axis_names, mesh.axis_types
-        is_abstract = isinstance(mesh, AbstractMesh)
-        chosen = AbstractMesh(lengths, *axes) if is_abstract else Mesh(mesh.devices.reshape(lengths), *axes)
+        sizes = {"data": mesh.size // size, "tensor": size}
+        lengths = tuple(sizes.get(axis, 1) for axis in mesh.axis_names)
+        if isinstance(mesh, AbstractMesh):
+            chosen = AbstractMesh(lengths, mesh.axis_names, mesh.axis_types)
+        else:
+            chosen = Mesh(mesh.devices.reshape(lengths), mesh.axis_names, mesh.axis_types)
         needed = bytes_on_device(laid_out_by_rules(chosen, weights))
         if needed <= WEIGHTS_SHARE * free:
             break
-    return chosen if needed <= free else mesh
+    if needed > free:
+        return mesh
+    return chosen
 
 
 def abstract_weights(decoder: Decoder) -> dict:

@@ -1,6 +1,7 @@
 """Input and output of the engine: requests and completions."""
 
 import dataclasses
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,7 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from recjax.models.logprobs import Sampling
+from recjax.models.layer import Cache
+from recjax.models.sampling import Sampling
 
 
 class Request(NamedTuple):
@@ -36,7 +38,9 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
         ValueError: with the request's place, the problem and the remedy.
     """
     for place, request in enumerate(requests):
-        leader = requests[place - place % (group_size or 1)]
+        leader = request
+        if group_size:
+            leader = requests[place - place % group_size]
         prefix = request.prefix
         if request.limit < 1:
             raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
@@ -95,24 +99,37 @@ class Sampled(NamedTuple):
         return self.tokens, np.ones(len(self.tokens), bool), self.logprobs, self.recorded
 
 
+class Round(NamedTuple):
+    """The tokens of one completion in a round of the engine; see `Sampled` for the fields."""
+
+    tokens: Int[np.ndarray, " time"]
+    logprobs: Float[np.ndarray, " time"]
+    versions: Int[np.ndarray, " time"]
+    recorded: Mapping[str, np.ndarray]
+
+
 @dataclasses.dataclass(eq=False)
 class EngineJob:
-    """A request in the engine, from its place in line to its completion.
+    """A request in the engine, from its place in the queue to its completion.
 
     Attributes:
-        rounds: tokens, log-probs, versions and recorded arrays of each round so far.
-        row: row of the keys and values of its prefix, after they have been run.
-        slot: slot whose contents it continues; -1 for none. After its first token, also its slot if its batch has a
-            slot for each completion.
+        rounds: all rounds so far; the first token is a round of its own.
+        continued_slot: the slot whose contents its prefix continues; None: its complete prefix is run.
+        batch_index: index of the request among the requests whose prefixes are run together.
+        prefilled_row: row of the keys and values of its prefix, once the prefix has been run.
     """
 
     request: Request
     ticket: int
-    rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]] = dataclasses.field(
-        default_factory=list
-    )
-    row: int = 0
-    slot: int = -1
+    rounds: list[Round] = dataclasses.field(default_factory=list)
+    continued_slot: int | None = None
+    batch_index: int = 0
+    prefilled_row: int = 0
+
+    @property
+    def first_token(self) -> int:
+        """The first token of the completion."""
+        return self.rounds[0].tokens[0].item()
 
 
 def completions_of(jobs: Sequence[EngineJob], stop_ids: Container[int]) -> dict[int, Sampled]:
@@ -120,47 +137,54 @@ def completions_of(jobs: Sequence[EngineJob], stop_ids: Container[int]) -> dict[
     if not len(jobs):
         return {}
     # The rounds of all jobs end to end: few calls of NumPy, however many jobs there are.
-    *columns, records = zip(*[each for job in jobs for each in job.rounds], strict=True)
-    counts = np.cumsum([len(job.rounds) for job in jobs])
-    ends = np.cumsum([len(tokens) for tokens in columns[0]])[counts - 1].tolist()
-    columns = [np.concatenate(column) for column in columns]
-    last_tokens = columns[0][np.array(ends) - 1].tolist()
+    rounds = list(itertools.chain.from_iterable(job.rounds for job in jobs))
+    tokens = np.concatenate([each.tokens for each in rounds])
+    logprobs = np.concatenate([each.logprobs for each in rounds])
+    versions = np.concatenate([each.versions for each in rounds])
+    last_rounds = np.cumsum([len(job.rounds) for job in jobs]) - 1
+    ends = np.cumsum([len(each.tokens) for each in rounds])[last_rounds]
+    last_tokens = tokens[ends - 1].tolist()
     completions = {}
     start = 0
-    first = 0
-    for job, end, count, last in zip(jobs, ends, counts.tolist(), last_tokens, strict=True):
+    for job, end, last_token in zip(jobs, ends.tolist(), last_tokens, strict=True):
+        recorded = {}
+        for name in job.rounds[0].recorded:
+            recorded[name] = np.concatenate([each.recorded[name] for each in job.rounds])
         # Copies: a view would keep the arrays of all jobs in memory as long as this completion.
-        tokens, logprobs, versions = [column[start:end].copy() for column in columns]
-        recorded = {name: np.concatenate([record[name] for record in records[first:count]]) for name in records[first]}
-        completions[job.ticket] = Sampled(tokens, logprobs, versions, last not in stop_ids, recorded)
+        completions[job.ticket] = Sampled(
+            tokens=tokens[start:end].copy(),
+            logprobs=logprobs[start:end].copy(),
+            versions=versions[start:end].copy(),
+            truncated=last_token not in stop_ids,
+            recorded=recorded,
+        )
         start = end
-        first = count
     return completions
 
 
 class Admitted(NamedTuple):
-    """A request in line, or a batch of groups of `group_size`, which has the engine for itself."""
+    """A request in the queue, or a batch of groups of `group_size`, which has the engine for itself."""
 
     jobs: list[EngineJob]
     group_size: int | None
 
 
-class Begun(NamedTuple):
+class Prefilled(NamedTuple):
     """Completions with their first token that wait for slots.
 
     Attributes:
-        cache: keys and values of the tokens that were run; each row has `lengths` tokens.
-        continues: True if the tokens follow the contents of the completions' slots; False: they are whole prefixes.
+        cache: keys, values and states of the tokens that were run; each row has `lengths` tokens.
+        continues: True if the tokens follow the contents of the completions' slots; False: they are complete prefixes.
         group_size: consecutive completions of each prompt in a batch; None: other requests.
-        current: True if the weights that ran the tokens are still the engine's.
+        has_current_weights: True if the weights that ran the tokens are still the engine's.
     """
 
     jobs: list[EngineJob]
-    cache: tuple
+    cache: Cache
     lengths: Int[np.ndarray, " prompts"]
     continues: bool
     group_size: int | None
-    current: bool = True
+    has_current_weights: bool = True
 
 
 def by_sampling(jobs: Iterable[EngineJob]) -> dict[Sampling, Int[np.ndarray, " some"]]:

@@ -30,8 +30,9 @@ from recjax.models.experts import routing_shapes
 from recjax.models.logprobs import recorded_shapes
 from recjax.models.sampling import NOTHING_RECORDED
 from recjax.models.trainable import adapted, fingerprint, flatten, is_adapter
-from recjax.rollout.collecting import compile_first_round
-from recjax.rollout.device import CompilingDevice
+from recjax.rollout.collecting import first_round_calls
+from recjax.rollout.compiling import BackgroundCompiler
+from recjax.rollout.programs import ProgramCall
 from recjax.runs import checkpoint
 from recjax.runs import lock as run_lock
 from recjax.runs.checkpoint import Saver
@@ -102,14 +103,14 @@ def train(
             stack.enter_context(jax.set_mesh(make_mesh(config.mesh)))
         trackers = stack.enter_context(contextlib.closing(Trackers(config)))
         lock = stack.enter_context(run_lock.held(output))
-        ahead = CompilingDevice()
+        ahead = BackgroundCompiler()
         stack.callback(ahead.stop)
         begun, state = begin(config, overwrite, reward, sources, learner, ahead)
         stack.callback(begun.manager.close)
         run = stack.enter_context(opened_run(begun, state, trackers, lock, on_step))
         check(begun.setup)
         compile_ahead(begun.setup, run, state)
-        with under_way("compiling evaluation and sampler", ahead.begun is not None):
+        with under_way("compiling evaluation and sampler", ahead.has_begun):
             ahead.wait()
         first = [state]
         del state  # another reference would keep its weights in memory during the loop
@@ -120,7 +121,7 @@ def train(
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
 
-def compile_sampling_ahead(config: Config, policy: Policy, train: Prompts, device: CompilingDevice) -> None:
+def compile_sampling_ahead(config: Config, policy: Policy, train: Prompts, ahead: BackgroundCompiler) -> None:
     """Starts to compile the first rounds of evaluation and sampler in threads, at the time when weights are read.
 
     Two cores are busy without this: one reads or evaluates, and the other compiles the update.
@@ -133,22 +134,21 @@ def compile_sampling_ahead(config: Config, policy: Policy, train: Prompts, devic
         policy = policy._replace(decoder=decoder)
     longest = config.rollout.max_completion_tokens
 
-    def compile_for_shapes() -> None:
+    def first_calls() -> Iterator[ProgramCall]:
         settings = config.evaluation
         prompts = first_prompts(config.rollout.prompts_per_step)
-        compile_first_round(
-            policy._replace(recording=NOTHING_RECORDED), prompts, settings.samples, longest, settings.sampling(), device
-        )
+        silent = policy._replace(recording=NOTHING_RECORDED)
+        yield from first_round_calls(silent, prompts, settings.samples, longest, settings.sampling())
         if config.samples_training_data and config.regime.mode == "sync" and config.rollout.engine is None:
             count, group_size = config.own_counts
             sampling = config.rollout.sampling()
-            compile_first_round(policy, first_prompts(count), group_size, longest, sampling, device)
+            yield from first_round_calls(policy, first_prompts(count), group_size, longest, sampling)
 
     def first_prompts(count: int) -> Prompts:
         return train.take(np.arange(count) % len(train.texts))
 
     logger.info("compiling evaluation and sampler while weights are read")
-    device.begin(compile_for_shapes)
+    ahead.begin(first_calls)
 
 
 def compile_ahead(setup: Setup, run: Run, state: State) -> None:
@@ -302,7 +302,7 @@ def begin(
     reward: Callable | Sequence[Callable] | None = None,
     sources: Callable[[Setup, Learner], Source] = source_of,
     learner: Learner | None = None,
-    ahead: CompilingDevice | None = None,
+    ahead: BackgroundCompiler | None = None,
 ) -> tuple[Started, State]:
     """The run and its state, on the mesh in context, also if the run was on another mesh before.
 

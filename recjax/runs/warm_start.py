@@ -193,7 +193,7 @@ def _with_slips(
 def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch, learning_rate):
     def cross_entropy(params):
         score: Any = completion_logprobs
-        logprobs, _ = score(decoder, params, *batch, sampling=Sampling(), chunk=1024)
+        logprobs = score(decoder, params, *batch, sampling=Sampling(), chunk=1024).logprobs
         return -jnp.sum(jnp.where(batch[-1], logprobs, 0.0)) / batch[-1].sum()
 
     loss, gradient = jax.value_and_grad(cross_entropy)(params)

@@ -108,8 +108,8 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
     if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
         other = other._replace(prompts=1, group=other.group and 1)
     if None in (shape.group, other.group):
-        shape = shape.of_rows()
-        other = other.of_rows()
+        shape = shape.without_groups()
+        other = other.without_groups()
     pairs: Any = zip(shape, other, strict=True)
     sizes: Any = (None if None in pair else max(pair) for pair in pairs)
     return Shape(*sizes)

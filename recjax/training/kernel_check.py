@@ -101,4 +101,4 @@ def _row_logprobs(
     """Log-probs under the policy without cuts: rounding could move a token out of a cut."""
     score: Any = completion_logprobs if row[1].dtype == bool else packed_logprobs
     with jax.default_matmul_precision(precision):
-        return score(decoder, params, *row, sampling=Sampling(), chunk=chunk)[0]
+        return score(decoder, params, *row, sampling=Sampling(), chunk=chunk).logprobs

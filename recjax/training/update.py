@@ -21,7 +21,6 @@ from recjax.experience.batch import FOREIGN, Batch
 from recjax.experience.layout import (
     Layout,
     Scorer,
-    TokenScores,
     batch_logprobs,
     freely_routed,
     over_micro_batches,
@@ -29,7 +28,7 @@ from recjax.experience.layout import (
 )
 from recjax.models.decoder import Decoder
 from recjax.models.experts import Load, balance_loss, load_metrics
-from recjax.models.logprobs import Compared
+from recjax.models.logprobs import Compared, TokenScores
 from recjax.models.placement import constrain, constrain_params
 from recjax.models.sampling import TOP_LOGPROBS, Sampling
 from recjax.models.trainable import combine
@@ -64,6 +63,8 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
     """
     if config.model.teacher == POLICY:
         teacher = decoder
+    if teacher is not None:
+        teacher = unrolled_for_training(teacher)
     return Recipe(
         decoder=unrolled_for_training(decoder),
         # Without its numbers, so that runs that differ only in them share the compiled program.
@@ -71,7 +72,7 @@ def recipe_of(config: Config, decoder: Decoder, teacher: Decoder | None = None) 
         optimizer=make_optimizer(config.optimizer, config.model.average_rate),
         sampling=config.rollout.sampling(),
         chunk=config.model.logprob_chunk,
-        teacher=teacher and unrolled_for_training(teacher),
+        teacher=teacher,
         expert_balance=config.training.expert_balance,
     )
 
@@ -196,7 +197,7 @@ class _Sums(NamedTuple):
     total: Float[Array, ""]
     count: Float[Array, ""]
     gradient: dict
-    load: Load | tuple[()]
+    load: Load | None
 
 
 class _Devices(NamedTuple):
@@ -210,16 +211,22 @@ class _Devices(NamedTuple):
 
     def whole(self, share: Array) -> Array:
         """The values of all rows, from the values of this device's rows."""
-        return constrain(share) if self.axis_name is None else jax.lax.all_gather(share, self.axis_name, tiled=True)
+        if self.axis_name is None:
+            return constrain(share)
+        return jax.lax.all_gather(share, self.axis_name, tiled=True)
 
     def share(self, whole: Array) -> Array:
         """The values of this device's rows, from the values of all rows."""
-        first = 0 if self.axis_name is None else jax.lax.axis_index(self.axis_name) * self.rows
+        first = 0
+        if self.axis_name is not None:
+            first = jax.lax.axis_index(self.axis_name) * self.rows
         return jax.lax.dynamic_slice_in_dim(whole, first, self.rows)
 
     def total(self, sums: Any) -> Any:
         """Sums over devices."""
-        return sums if self.axis_name is None else jax.lax.psum(sums, self.axis_name)
+        if self.axis_name is None:
+            return sums
+        return jax.lax.psum(sums, self.axis_name)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "axis_name"), donate_argnames=("state",))
@@ -253,12 +260,15 @@ def update(
     recipe = recipe._replace(algorithm=algorithm)
     devices = _Devices(axis_name, len(batch.rewards))
     # The whole batch even for a minibatch: a group's mean must not depend on how the batch is cut.
-    all_rows = losses.row_terms(algorithm, _batch_values(recipe, state, batch, layout, context, devices))
+    values = _batch_values(recipe, state, batch, layout=layout, context=context, devices=devices)
+    all_rows = losses.row_terms(algorithm, values)
     rows = jax.tree.map(devices.share, all_rows)
-    sums, scores = _summed(recipe, state, batch, rows, layout, context)
+    sums, scores = _summed(recipe, state, batch, rows, layout=layout, context=context)
     sums = devices.total(sums)
     new_state, metrics = _stepped(recipe, state, sums, context.hyperparameters.get("optimizer", {}))
-    mask = batch.completion_mask if layout.rows is None else batch.completion_mask & layout.rows[:, None]
+    mask = batch.completion_mask
+    if layout.rows is not None:
+        mask = mask & layout.rows[:, None]
     # Metrics are of the tokens of all devices: quantiles and shares cannot be averaged afterwards.
     logprobs, behavior_logprobs, entropy, mask, divergence = jax.tree.map(
         devices.whole, (scores.logprobs, batch.behavior_logprobs, scores.entropy, mask, scores.divergence)
@@ -289,7 +299,7 @@ def _batch_values(
     algorithm = recipe.algorithm
 
     def scored_by(decoder: Decoder, params: dict, batch: Batch = batch) -> TokenScores:
-        scores = batch_logprobs(layout, decoder, params, batch, recipe.sampling, recipe.chunk)
+        scores = batch_logprobs(layout, decoder, params, batch, sampling=recipe.sampling, chunk=recipe.chunk)
         return jax.tree.map(devices.whole, scores)
 
     sampled_mask = batch.completion_mask
@@ -307,8 +317,9 @@ def _batch_values(
         token_turns=batch.token_turns,
         minibatch=layout.rows,
         proximal_logprobs=context.proximal_logprobs,
-        taught=None if batch.teacher_prompt_mask is None else batch.teacher_prompt_mask.any(-1),
     )
+    if batch.teacher_prompt_mask is not None:
+        values = values._replace(taught=batch.teacher_prompt_mask.any(-1))
     if algorithm.observations is not None:
         observed = batch.real_tokens & ~sampled_mask & sampled_mask.any(-1, keepdims=True)
         values = values._replace(observation_mask=observed)
@@ -316,7 +327,10 @@ def _batch_values(
     no_key: Any = None
     values = jax.tree.map(devices.whole, values._replace(key=no_key))._replace(key=context.key)
     # A forward pass over the whole batch costs a third of the update, so it runs only for what reads its results.
-    if algorithm.needs_scoring if context.proximal_logprobs is None else algorithm.needs_rescoring:
+    needs_scoring = algorithm.needs_scoring
+    if context.proximal_logprobs is not None:
+        needs_scoring = algorithm.needs_rescoring
+    if needs_scoring:
         scores = scored_by(recipe.decoder, combine(state.params, context.frozen))
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
         values = values._replace(scored=losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs))
@@ -331,7 +345,7 @@ def _batch_values(
 
 
 def _teacher_params(state: TrainState, context: UpdateContext) -> dict:
-    """All parameters of the teacher: those of another model, the policy's average, or the policy's own."""
+    """All parameters of the teacher: a model of its own, the policy's average, or the policy."""
     if context.teacher_params is not None:
         return context.teacher_params
     return combine(optax.tree.get(state.optimizer_state, "average", state.params), context.frozen)
@@ -350,7 +364,7 @@ def _summed(
     decoder = recipe.decoder
     experts = decoder.config.experts
     divergence = recipe.algorithm.teacher_divergence
-    # Parameters from outside of the differentiated function, so that no gradient flows through a policy as teacher.
+    # The parameters come from outside of the differentiated function: no gradient flows through a policy as teacher.
     compared = None
     if divergence is not None:
         assert recipe.teacher is not None
@@ -369,7 +383,7 @@ def _summed(
         def scored_by(params: dict, read: Batch, compared: Compared | None = None) -> TokenScores:
             params = combine(params_for(decoder, context.frozen), params_for(decoder, params))
             scorer = Scorer(decoder, recipe.sampling, recipe.chunk)
-            return score_micro_batch(layout, scorer, params, read, index, load=experts is not None, compared=compared)
+            return score_micro_batch(layout, scorer, params, read, index, compared=compared)
 
         teacher = compared
         if compared is not None and part.teacher_prompts is not None:
@@ -402,11 +416,11 @@ def _summed(
 
         (total, (count, scores)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(params)
         sums = _Sums(total, count, constrain_params(gradient), scores.load)
-        return sums, scores._replace(load=())
+        return sums, scores
 
     # Sharded like the parameters, because a loop keeps the sharding of the values that it begins with.
     zeros = constrain_params(jax.tree.map(jnp.zeros_like, params))
-    no_load = ()
+    no_load = None
     if experts is not None:
         no_tokens = jnp.zeros((decoder.config.num_layers, experts.count))
         no_load = Load(no_tokens, no_tokens, jnp.zeros(()))
@@ -416,7 +430,9 @@ def _summed(
 
 def _behavior_top(recipe: Recipe, batch: Batch) -> Float[Array, "batch time count"] | None:
     """The recorded log-probs of the sampler's top tokens, if the algorithm reads them."""
-    return None if recipe.algorithm.score_centering is None else batch.recorded.get(TOP_LOGPROBS)
+    if recipe.algorithm.score_centering is None:
+        return None
+    return batch.recorded.get(TOP_LOGPROBS)
 
 
 def _stepped(

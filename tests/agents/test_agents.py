@@ -393,15 +393,15 @@ def test_a_device_that_is_busy_costs_no_agent_its_seconds(made, monkeypatch):
 
 @pytest.mark.slow
 def test_a_request_in_the_engine_ends_with_its_agent(made, monkeypatch):
-    live, one_round = [], Engine.round
+    live, one_step = [], Engine.step
 
-    def slow_round(engine):
+    def slow_step(engine):
         time.sleep(0.1)
-        done = one_round(engine)
+        done = one_step(engine)
         live.append(int(engine._slots.live.sum()))
         return done
 
-    monkeypatch.setattr(Engine, "round", slow_round)
+    monkeypatch.setattr(Engine, "step", slow_step)
     config, policy, params = made("asks_at_length", "task.agent_seconds=0.3", "rollout.max_completion_tokens=80")
     parts = config, policy._replace(stop_ids=()), params
     ends = {"overruns": "timeout", "gives up": "timeout", "leaves": "none", "breaks": "raised"}

@@ -379,16 +379,16 @@ FAULTS = {
     "engine-stale-cache": Fault(
         "after new weights a request continues from keys and values of the old weights",
         "recjax/rollout/engine.py",
-        "self._slots.columns.current[:] = False",
-        "self._slots.columns.current[:] = True",
-        (f"{_ENGINE}::test_what_a_slot_holds_of_other_weights_is_not_gone_on_from", _ENGINE),
+        "self._slots.table.is_current[:] = False",
+        "self._slots.table.is_current[:] = True",
+        (f"{_ENGINE}::test_no_request_continues_a_slot_of_other_weights", _ENGINE),
     ),
     # --- Batch and layout.
     "batch-mask-off-by-one": Fault(
         "the mask of sampled tokens begins one token too late in each row",
         "recjax/experience/batch.py",
-        "*(row.row.mask for row in rows)",
-        "*(np.roll(row.row.mask, 1) for row in rows)",
+        "mask = _concatenated([row.row.mask for row in rows], bool)",
+        "mask = _concatenated([np.roll(row.row.mask, 1) for row in rows], bool)",
         ("tests/agents/test_trajectory.py",),
     ),
     "layout-shares-another-prefix": Fault(
@@ -468,7 +468,7 @@ FAULTS = {
         "recjax/rollout/live.py",
         "self._engine.cancel(gone)",
         "self._engine.cancel([])",
-        ("tests/rollout/test_live.py::test_a_canceled_request_frees_its_slot_and_its_place_in_line",),
+        ("tests/rollout/test_live.py::test_a_canceled_request_frees_its_slot_and_queue_place",),
     ),
     "rollout-tool-parameters-lost": Fault(
         'a tool that a model calls with "parameters" instead of "arguments" gets none of them',

@@ -208,5 +208,5 @@ def test_the_ratio_is_one_where_the_policy_has_not_changed(gpu, kernel):
     options = {"group_size": 4, "max_tokens": 64, "sampling": Sampling(), "stop_ids": (1,)}
     drawn = engine_completions(decoder, params(), prompts, mask, jax.random.key(1), **options)
     arrays = map(jnp.asarray, (prompts, mask, drawn.tokens, drawn.mask))
-    logprobs, _ = completion_logprobs(decoder, params(), *arrays, sampling=Sampling(), chunk=256)
+    logprobs = completion_logprobs(decoder, params(), *arrays, sampling=Sampling(), chunk=256).logprobs
     assert np.abs(np.where(drawn.mask, logprobs - drawn.logprobs, 0.0)).max() < 0.1

@@ -189,7 +189,7 @@ def test_completions_over_a_shared_prompt_are_attention_by_definition(kernels_he
 
 
 @pytest.mark.parametrize("kernel", slow_except(OVER_PROMPTS, "cudnn_lengths"))
-def test_nothing_in_padding_of_a_row_matters_to_a_kernel(kernels_here, kernel):
+def test_kernels_ignore_the_padding_of_a_row(kernels_here, kernel):
     arrays = inputs()
     ids = jnp.asarray(MASK & (np.arange(BATCH) != 1)[:, None])  # a row without any token
 
@@ -250,13 +250,13 @@ def completions_of(decoder, params):
     tokens = np.random.default_rng(1)
     prompts, completions = (tokens.integers(0, 11, mask.shape) for mask in (PROMPT_MASK, OWN_MASK))
     arrays = map(jnp.asarray, (prompts, PROMPT_MASK, completions, OWN_MASK))
-    logprobs, _ = completion_logprobs(decoder, params, *arrays, sampling=Sampling(), chunk=64)
+    logprobs = completion_logprobs(decoder, params, *arrays, sampling=Sampling(), chunk=64).logprobs
     return jnp.where(OWN_MASK, logprobs, 0.0)
 
 
 @pytest.mark.parametrize("kernel", slow_except(OVER_PROMPTS, "cudnn_lengths"))
 @pytest.mark.parametrize("remat", slow_except(["attention", "none"], "attention"))
-def test_log_probs_over_a_shared_prompt_are_the_same_by_every_kernel(kernels_here, monkeypatch, kernel, remat):
+def test_all_kernels_give_equal_logprobs_over_shared_prompts(kernels_here, monkeypatch, kernel, remat):
     config = DecoderConfig(11, 16, 32, 2, 4, 2, 8)
     params = params_of(config)
 
@@ -336,7 +336,7 @@ def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", OVER_PROMPTS)
-def test_kernels_run_on_the_part_of_each_device_over_shared_prompts(kernels_here, monkeypatch, kernel):
+def test_kernels_run_on_each_devices_part_of_shared_prompts(kernels_here, monkeypatch, kernel):
     parts = []
     name = f"{kernel.removesuffix('_lengths')}_attention"
     run = getattr(attention, name)
@@ -430,7 +430,7 @@ def lowered(kernel, platform, dtype=jnp.bfloat16):
     return gradients.trace(queries, keys, values).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_splash_becomes_a_kernel_of_a_tpu_forwards_and_backwards():
+def test_splash_compiles_for_a_tpu_in_both_directions():
     text = lowered("splash", "tpu", jnp.float32)
     assert text.count("tpu_custom_call") >= 3 and "splash_mha_fwd" in text and "splash_mha_dkv" in text
 
@@ -515,7 +515,7 @@ def contexts_of_one_token(heads, kv_heads, head_dim, lengths, seed=0):
     ("heads", "kv_heads", "head_dim", "lengths"),
     [(14, 2, 64, (128, 70, 16)), (3, 3, 16, (5, 1)), (40, 2, 32, (130,))],  # blocks with a rest; 7, 1 and 20 heads
 )
-def test_the_kernel_for_one_token_is_attention_by_its_definition(heads, kv_heads, head_dim, lengths):
+def test_the_one_token_kernel_equals_plain_attention(heads, kv_heads, head_dim, lengths):
     queries, segments = contexts_of_one_token(heads, kv_heads, head_dim, lengths)
     found = one_token_attention(queries, segments, 0.3, interpret=True)
     keys, values, seen = (
@@ -544,7 +544,7 @@ def test_one_token_takes_the_kernel_on_one_gpu_alone(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_update_of_a_single_token_on_a_gpu_has_a_gradient(monkeypatch):
+def test_a_one_token_update_has_a_gradient_on_gpus(monkeypatch):
     config = DecoderConfig(13, 16, 32, 1, 2, 1, 8)
     decoder, params = Decoder(config, jnp.bfloat16, attention="cudnn"), params_of(config)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # the rest of the update is computed here

@@ -222,12 +222,14 @@ def test_earlier_tokens_as_contexts_change_nothing(splits, options):
     tokens, positions, mask = small_batch()
     mask[1, :2] = mask[2, 9] = False
     params, decoder = small_params(), Decoder(dataclasses.replace(SMALL, **options))
-    whole, (keys, values) = run(decoder, params, tokens, positions, mask)
+    whole, cache = run(decoder, params, tokens, positions, mask)
+    keys, values = cache.keys_values
     edges = (0, *splits, tokens.shape[1])
     contexts = ()
     for start, stop in itertools.pairwise(edges):
         part = slice(start, stop)
-        hidden, new = run(decoder, params, tokens[:, part], positions[:, part], mask[:, part], contexts)
+        hidden, cache = run(decoder, params, tokens[:, part], positions[:, part], mask[:, part], contexts)
+        new = cache.keys_values
         real = mask[:, part]
         assert_close(hidden[real], whole[:, part][real])
         real = np.broadcast_to(real[None, :, None], new[0].shape[:-1])
@@ -242,7 +244,9 @@ def test_one_prompt_serves_its_whole_group():
     tokens, positions, mask = small_batch(rows=6, time=4)
     params, decoder = small_params(), Decoder(SMALL)
     _, shared = run(decoder, params, prompts, prompt_positions, prompt_mask)
-    grouped, _ = run(decoder, params, tokens, positions + 5, mask, (Context(*shared, prompt_mask, prompt_positions),))
+    grouped, _ = run(
+        decoder, params, tokens, positions + 5, mask, (Context(*shared.keys_values, prompt_mask, prompt_positions),)
+    )
 
     def repeated(x, y):
         return np.concatenate([np.repeat(x, 3, axis=0), y], axis=1)
@@ -273,7 +277,7 @@ def test_packed_sequences_share_what_is_before_them():
     tree, depths, ends = [a, b, c, d, c, e, f, g], [0, 1, 2, 3, 2, 3, 4, 2], [8, 8, 4, 4, 7, 7, 7, 8]
     decoder, params = Decoder(SMALL), small_params()
     _, before = run(decoder, params, context[None], positions[None, :3], mask[None, :3])
-    before = (Context(*before, mask[None, :3], positions[None, :3]),)
+    before = (Context(*before.keys_values, mask[None, :3], positions[None, :3]),)
     arrays = (np.array(x)[None] for x in (tree, np.add(depths, 3), ends))
     packed, _ = run(decoder, params, *arrays, before)
     for places in ([0, 1, 2, 3], [0, 1, 4, 5, 6], [0, 1, 7]):

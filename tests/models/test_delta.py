@@ -49,14 +49,14 @@ def test_the_rule_is_that_of_a_loop_over_tokens(chunk, monkeypatch):
         assert_close(found, expected, 2e-5)
 
 
-def test_no_program_of_the_rule_waits_for_xlas_triangular_solve():
+def test_the_delta_rule_uses_no_triangular_solve():
     """Two of them at once never return on a CPU with two threads, with the sizes of a real batch."""
     *arrays, state = map(jnp.asarray, inputs())
     gradient = jax.grad(lambda *arrays: delta_rule(*arrays, jnp.zeros((BATCH, TIME), bool), state)[0].sum(), range(5))
     assert "triangular_solve" not in str(jax.make_jaxpr(gradient)(*arrays))
 
 
-def test_a_token_at_a_time_is_all_tokens_at_once():
+def test_single_tokens_equal_all_tokens_at_once():
     *arrays, state = inputs(4)
     starts = np.zeros((BATCH, 4), bool)
     rule = jax.jit(delta_rule)
@@ -68,7 +68,7 @@ def test_a_token_at_a_time_is_all_tokens_at_once():
     assert_close(state, last, 2e-5)
 
 
-def test_a_sequence_in_a_row_does_not_depend_on_the_one_before_it_nor_on_padding(monkeypatch):
+def test_packed_sequences_depend_on_no_neighbor_and_no_padding(monkeypatch):
     """Not by a single bit, in outputs and gradients, whatever the other tokens are."""
     monkeypatch.setattr(delta, "CHUNK", 4)
     starts, real = np.zeros((BATCH, TIME), bool), np.ones((BATCH, TIME), bool)
@@ -99,7 +99,7 @@ def test_a_sequence_in_a_row_does_not_depend_on_the_one_before_it_nor_on_padding
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_the_window_after_a_row_holds_its_last_real_tokens():
+def test_a_rows_window_contains_its_last_real_tokens():
     x = np.arange(2 * 5, dtype=np.float32).reshape(2, 5, 1)
     window, kernel = np.full((2, 1, 3, 1), -1.0, np.float32), np.ones((1, 1, 4), np.float32)
     positions = np.tile(np.arange(3, 8), (2, 1))

@@ -36,7 +36,7 @@ PROMPTS, GROUP, TIME = 6, 8, 24
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 17, 4), (0, 0, 0, 0), (24, 0, 0, 0), (0, 1, 8, 9)])
-def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes):
+def test_grouped_products_and_gradients_equal_a_loop(sizes):
     random = np.random.default_rng(0)
     x, kernels, weights = (random.normal(size=shape).astype(np.float32) for shape in ((24, 5), (4, 5, 7), (24, 7)))
     ends = np.cumsum(sizes)
@@ -180,7 +180,7 @@ def completed(decoder, params):
 
 
 @pytest.mark.slow
-def test_the_engine_records_the_experts_of_each_token_after_the_first(sampled):
+def test_the_engine_records_experts_after_the_first_token(sampled):
     recorded, mask = sampled.batch.recorded[EXPERTS], sampled.batch.completion_mask
     assert recorded.dtype == np.int8 and recorded.shape[2:] == (2, 2)
     assert (recorded[:, 0] == -1).all() and (recorded[:, 1:][~mask[:, 1:]] == -1).all()
@@ -234,7 +234,7 @@ def test_references_and_teachers_choose_their_own_experts(sampled, packed):
 
 
 @pytest.mark.slow
-def test_layers_without_experts_have_no_record_and_all_forms_agree():
+def test_layers_without_experts_record_none_in_all_forms():
     """The first of two layers has one MLP and no window; the second has experts and an MLP for every token."""
     options = ExpertOptions(6, 2, True, shared_size=10, dense=(True, False), dense_size=20)
     config = dataclasses.replace(CONFIG, experts=options, windows=(None, 4))
@@ -254,7 +254,7 @@ def test_layers_without_experts_have_no_record_and_all_forms_agree():
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe"])
-def test_stale_completions_have_the_logprobs_of_transformers_with_their_recorded_experts(family, tmp_path):
+def test_recorded_experts_give_the_logprobs_of_transformers(family, tmp_path):
     """Older weights sample and route; newer weights score. In transformers, a hook forces each router's choice."""
     torch = pytest.importorskip("torch")
     model = random_model(family, tmp_path / "older")

@@ -17,9 +17,9 @@ from recjax.models.logprobs import (
     Sampling,
     completion_logprobs,
     kept_tokens,
-    logprobs_and_entropy,
     recorded_shapes,
     sampling_logits,
+    score_tokens,
     top_tokens,
 )
 from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
@@ -42,9 +42,9 @@ def initial():
 def masked_sum(params, prompts, prompt_mask, chunk=1024, remat="none", unrolled=False):
     decoder = Decoder(CONFIG, remat=remat, unrolled=unrolled)
     arguments = (decoder, params, prompts, prompt_mask, COMPLETIONS, MASK)
-    logprobs, entropy = completion_logprobs(*arguments, sampling=Sampling(0.8), chunk=chunk)
+    scores = completion_logprobs(*arguments, sampling=Sampling(0.8), chunk=chunk)
     weights = jnp.arange(30.0).reshape(6, 5)
-    return jnp.sum(jnp.where(MASK, weights * logprobs + entropy, 0.0))
+    return jnp.sum(jnp.where(MASK, weights * scores.logprobs + scores.entropy, 0.0))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
@@ -72,12 +72,12 @@ def test_chunks_remat_and_unrolling_change_neither_values_nor_gradients(chunk, r
 
 
 @pytest.mark.slow
-def test_completions_of_one_token_are_the_first_of_longer_ones():
+def test_one_token_completions_begin_longer_ones():
     @functools.partial(jax.jit, static_argnums=1)
     def first(params, time):
         arguments = Decoder(CONFIG), params, PROMPTS, PROMPT_MASK, COMPLETIONS[:, :time], MASK[:, :time]
         chunk = 7 if time > 1 else 1024  # which changes nothing, either
-        return completion_logprobs(*arguments, sampling=Sampling(0.8), chunk=chunk)[0][:, 0]
+        return completion_logprobs(*arguments, sampling=Sampling(0.8), chunk=chunk).logprobs[:, 0]
 
     assert_same_logprobs(first(initial(), 1), first(initial(), 5))
 
@@ -101,8 +101,9 @@ def test_tokens_beyond_the_masks_change_nothing():
 @pytest.mark.slow
 def test_completions_of_one_token():
     arguments = (Decoder(CONFIG), initial(), PROMPTS, PROMPT_MASK)
-    long, _ = completion_logprobs(*arguments, COMPLETIONS, MASK, sampling=Sampling(), chunk=64)
-    short, _ = completion_logprobs(*arguments, COMPLETIONS[:, :1], MASK[:, :1], sampling=Sampling(), chunk=64)
+    long = completion_logprobs(*arguments, COMPLETIONS, MASK, sampling=Sampling(), chunk=64).logprobs
+    arguments += COMPLETIONS[:, :1], MASK[:, :1]
+    short = completion_logprobs(*arguments, sampling=Sampling(), chunk=64).logprobs
     assert_same_logprobs(short, long[:, :1])
 
 
@@ -129,11 +130,11 @@ def test_cuts_keep_the_tokens_that_numpy_keeps(top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(min_p=0.3)])
-def test_a_token_outside_the_cut_keeps_a_finite_logprob_and_gradient(sampling):
+def test_a_token_outside_the_cut_has_a_finite_gradient(sampling):
     scores = jnp.array([[4.0, 3.0, 0.0, -5.0]])
 
     def logprob(scores):
-        return logprobs_and_entropy(scores, jnp.array([3]), sampling)[0][0]
+        return score_tokens(scores, jnp.array([3]), sampling).logprobs[0]
 
     value, gradient = jax.jit(jax.value_and_grad(logprob))(scores)
     np.testing.assert_allclose(value, -5 - np.log(np.exp([4.0, 3.0, -5.0]).sum()), rtol=1e-5)
@@ -142,7 +143,7 @@ def test_a_token_outside_the_cut_keeps_a_finite_logprob_and_gradient(sampling):
 
 def test_entropy_is_that_of_the_cut_distribution():
     scores = jnp.log(jnp.array([[0.5, 0.25, 0.2, 0.05]]))
-    _, entropy = logprobs_and_entropy(scores, jnp.array([0]), Sampling(top_k=2))
+    entropy = score_tokens(scores, jnp.array([0]), Sampling(top_k=2)).entropy
     shares = np.array([2 / 3, 1 / 3])
     np.testing.assert_allclose(entropy[0], -(shares * np.log(shares)).sum(), rtol=1e-5)
 
@@ -170,7 +171,7 @@ def test_logprobs_over_recorded_sets_by_a_double_loop(sampling, most, name, unkn
     recorded[SAMPLED] = np.ones(40, bool)
 
     def total(scores):
-        logprobs, entropy = logprobs_and_entropy(scores, jnp.array(tokens), sampling, jax.tree.map(jnp.array, recorded))
+        logprobs, entropy, *_ = score_tokens(scores, jnp.array(tokens), sampling, jax.tree.map(jnp.array, recorded))
         return logprobs.sum(), (logprobs, entropy)
 
     (_, (logprobs, entropy)), gradient = jax.device_get(jax.jit(jax.value_and_grad(total, has_aux=True))(scores))
@@ -203,7 +204,7 @@ def test_nothing_is_recorded_without_cuts():
         (Sampling(0.0, top_k=2), TokenRecord()),
     ],
 )
-def test_a_record_under_a_distribution_has_the_same_arrays_and_is_empty_without_arrays(sampling, whole):
+def test_a_record_under_a_distribution_has_the_same_arrays(sampling, whole):
     assert TokenRecord(4, 3).under(sampling) == whole
     for recording in (TokenRecord(), TokenRecord(4), TokenRecord(0, 3), TokenRecord(4, 3)):
         shapes = recorded_shapes(9, sampling, recording)
@@ -211,7 +212,7 @@ def test_a_record_under_a_distribution_has_the_same_arrays_and_is_empty_without_
         assert bool(shapes) == (recording.under(sampling) != NOTHING_RECORDED)
 
 
-def test_sets_of_a_reply_are_recorded_if_each_has_its_token():
+def test_reply_sets_are_recorded_if_they_contain_their_tokens():
     lists, tokens = [[5, 2], [7], [1, 2, 3, 4]], [2, 7, 4]
     recorded = sets_from_lists(lists, tokens, 3)
     assert recorded["kept_ids"].tolist() == [[5, 2], [7, -1], [-1, -1]]
@@ -225,7 +226,7 @@ def test_sets_of_a_reply_are_recorded_if_each_has_its_token():
 
 
 @pytest.mark.parametrize(("sampling", "possible"), [(Sampling(), 9), (Sampling(0.7), 9), (Sampling(1.3, top_k=3), 3)])
-def test_the_most_likely_tokens_are_recorded_and_scored_by_a_double_loop(sampling, possible):
+def test_top_tokens_equal_a_double_loop(sampling, possible):
     generator = np.random.default_rng(1)
     behavior, scores = generator.normal(size=(2, 6, 9)).astype(np.float32)
     recorded = jax.device_get(jax.jit(top_tokens, static_argnums=(1, 2))(behavior, sampling, 4))
@@ -234,7 +235,7 @@ def test_the_most_likely_tokens_are_recorded_and_scored_by_a_double_loop(samplin
     @jax.jit
     def scored(scores):
         of_sampler = jax.tree.map(jnp.array, recorded)
-        logprobs, _, top = logprobs_and_entropy(scores, jnp.array(tokens), sampling, of_sampler)
+        logprobs, _, top, *_ = score_tokens(scores, jnp.array(tokens), sampling, of_sampler)
         return logprobs, top, jax.nn.log_softmax(sampling_logits(scores, sampling, jnp.array(tokens)))
 
     logprobs, top, now = jax.device_get(scored(scores))
@@ -254,7 +255,7 @@ def test_the_most_likely_tokens_are_recorded_and_scored_by_a_double_loop(samplin
     assert top_tokens(jnp.array(behavior), Sampling(0.0), 4) == {} == top_tokens(jnp.array(behavior), sampling, 0)
 
 
-def test_most_likely_tokens_of_a_reply_are_the_same_whatever_token_was_sampled():
+def test_top_tokens_of_a_reply_ignore_the_sampled_token():
     # vLLM puts the sampled token first; token 9 is not among the two most likely ones.
     lists = [[(3, -0.5), (7, -1.5)], [(9, -8.0), (3, -0.5), (7, -1.5)], [(7, -1.5), (3, 1e-7), (2, -9999.0)]]
     recorded = top_from_lists(lists, 3, 2)
@@ -281,9 +282,8 @@ def test_a_divergence_in_chunks_equals_the_plain_one(options):
     arguments = PROMPTS, PROMPT_MASK, COMPLETIONS, MASK
 
     def in_chunks(params, chunk=7):
-        *_, divergence = completion_logprobs(
-            Decoder(CONFIG), params, *arguments, sampling=Sampling(0.8, top_k=3), chunk=chunk, compared=compared
-        )
+        options = {"sampling": Sampling(0.8, top_k=3), "chunk": chunk, "compared": compared}
+        divergence = completion_logprobs(Decoder(CONFIG), params, *arguments, **options).divergence
         return jnp.sum(jnp.where(MASK, divergence, 0.0) * jnp.arange(30.0).reshape(6, 5)), divergence
 
     prompts = [np.array(row)[np.array(mask)] for row, mask in zip(PROMPTS, PROMPT_MASK, strict=True)]

@@ -25,7 +25,7 @@ def operands(subscripts, dtype):
     [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)],
 )
 @pytest.mark.parametrize("subscripts", ["mk,kn->mn", *slow("re,ve->rv", "re,ev->rv")])
-def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dtype, of_weights):
+def test_products_and_gradients_equal_einsum(subscripts, dtype, of_weights):
     a, b = operands(subscripts, dtype)
     b = b.astype(of_weights)
 
@@ -49,7 +49,7 @@ def test_values_and_gradients_are_the_einsum_of_the_same_numbers(subscripts, dty
 @pytest.mark.parametrize(
     ("platform", "devices", "written"), [("cpu", 1, True), ("cpu", 2, False), ("tpu", 1, False), ("cuda", 1, False)]
 )
-def test_the_transpose_of_the_rows_is_written_out_for_one_cpu_alone(platform, devices, written):
+def test_only_one_cpu_writes_out_transposed_rows(platform, devices, written):
     a, b = operands("mk,kn->mn", jnp.bfloat16)
     gradient = jax.jit(jax.grad(lambda b: product("mk,kn->mn", a, b, jnp.float32).sum()))
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((devices,), ("data",))):
@@ -57,14 +57,14 @@ def test_the_transpose_of_the_rows_is_written_out_for_one_cpu_alone(platform, de
     assert ("LayoutConstraint" in lowered) == written
 
 
-def test_weights_of_higher_precision_are_kept_as_they_are_and_not_as_a_copy():
+def test_weights_of_higher_precision_are_kept_without_a_copy():
     a, b = operands("mk,kn->mn", jnp.bfloat16)
     weights = b.astype(jnp.float32)
     _, backward = jax.vjp(lambda a, b: product("mk,kn->mn", a, b, jnp.float32), a, weights)
     assert {leaf.dtype for leaf in jax.tree.leaves(backward) if leaf.shape == b.shape} == {jnp.dtype(jnp.float32)}
 
 
-def test_all_three_products_are_of_bfloat16_arrays_with_weights_in_float32_too():
+def test_all_three_products_read_bfloat16_arrays():
     a, b = operands("mk,kn->mn", jnp.bfloat16)
     both = jax.jit(jax.grad(lambda a, b: product("mk,kn->mn", a, b, jnp.float32).sum(), argnums=(0, 1)))
     products = [line for line in both.lower(a, b.astype(jnp.float32)).as_text().splitlines() if "dot_general" in line]
@@ -96,7 +96,7 @@ def joined_on(monkeypatch, *platforms, rows=1):
     ("dtype", "of_weights", "tolerance"),
     [(jnp.float32, jnp.float32, 1e-5), (jnp.bfloat16, jnp.bfloat16, 2e-2), (jnp.bfloat16, jnp.float32, 2e-2)],
 )
-def test_joined_products_have_the_values_and_gradients_of_products_apart(monkeypatch, dtype, of_weights, tolerance):
+def test_joined_and_separate_products_have_equal_gradients(monkeypatch, dtype, of_weights, tolerance):
     x, kernels = rows_and_kernels(dtype, of_weights)
     graded = jax.value_and_grad(weighed_products, argnums=(0, 1), has_aux=True)
 
@@ -124,7 +124,7 @@ def test_joined_products_have_the_values_and_gradients_of_products_apart(monkeyp
         ("tpu", True, 5, 1, 9),
     ],
 )
-def test_products_of_many_rows_are_one_matmul_on_a_gpu(monkeypatch, platform, joins, rows, tensor, matmuls):
+def test_products_of_many_rows_join_on_a_gpu(monkeypatch, platform, joins, rows, tensor, matmuls):
     joined_on(monkeypatch, "cuda", rows=rows)
     graded = jax.jit(jax.value_and_grad(lambda *given: weighed_products(*given, joins)[0], argnums=(0, 1)))
     arrays = rows_and_kernels(jnp.bfloat16)

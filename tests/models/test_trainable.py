@@ -60,7 +60,7 @@ def noisy_adapters(params):
 
 
 @pytest.mark.slow
-def test_fresh_adapters_change_nothing_and_have_the_rank_asked_for():
+def test_fresh_adapters_change_nothing_and_have_their_rank():
     decoder, params = with_adapters(Decoder(CONFIG), initial(), LORA, jax.random.key(0))
     np.testing.assert_array_equal(scores(decoder, params), scores(Decoder(CONFIG), initial()))
     adapters = {path: leaf for path, leaf in flatten(params).items() if is_adapter(path)}
@@ -83,7 +83,7 @@ def test_merged_kernels_give_the_same_scores(targets):
 
 
 @pytest.mark.slow
-def test_gradients_of_adapters_are_those_of_the_whole_kernel_by_the_chain_rule():
+def test_adapter_gradients_follow_from_kernel_gradients():
     decoder, params = with_adapters(Decoder(CONFIG), initial(), LORA, jax.random.key(0))
     params = noisy_adapters(params)
     trainable, frozen = split_params(params, ModelConfig(lora=LORA))
@@ -126,7 +126,7 @@ def test_freezing_what_is_not_there_or_everything_is_refused(freeze, message):
         split_params(initial(), ModelConfig(freeze=freeze))
 
 
-def test_a_copy_in_the_compute_dtype_is_the_same_policy():
+def test_a_compute_dtype_copy_is_the_same_policy():
     decoder = Decoder(CONFIG, jnp.bfloat16)
     random = np.random.default_rng(3)
     noise = jax.tree.map(lambda x: random.normal(0, 0.1, x.shape), jax.device_get(initial()))

@@ -28,15 +28,16 @@ def test_in_low_precision_a_trainer_writes_out_more_layers(layers, dtype, unroll
 
 
 @pytest.mark.slow
-def test_what_a_sampler_writes_to_has_in_float32_the_very_numbers_that_were_computed_in_bfloat16():
+def test_bfloat16_keys_and_values_are_exact_in_float32():
     sampler = made_for_sampling(Decoder(CONFIG, jnp.bfloat16))
     params, mask = params_of(CONFIG), jnp.ones((1, 6), bool)
-    prompt, (keys, values) = sampler.apply({"params": params}, jnp.arange(6)[None], jnp.arange(6)[None], mask)
+    prompt, cache = sampler.apply({"params": params}, jnp.arange(6)[None], jnp.arange(6)[None], mask)
+    keys, values = cache.keys_values
     assert keys.dtype == prompt.dtype == jnp.bfloat16 and sampler.cache_dtype == jnp.float32
     contexts = (
         Context(keys, values, mask, jnp.arange(6)[None]),
         Context(
-            *empty((keys, values), rows=1, time=2, dtype=sampler.cache_dtype),
+            *empty(cache.keys_values, rows=1, time=2, dtype=sampler.cache_dtype),
             jnp.array([[True, False]]),
             jnp.array([[6, 7]]),
         ),
@@ -44,7 +45,7 @@ def test_what_a_sampler_writes_to_has_in_float32_the_very_numbers_that_were_comp
     last = {"tokens": jnp.full((1, 1), 7), "positions": jnp.full((1, 1), 6), "mask": jnp.ones((1, 1), bool)}
     written, room = sampler.apply({"params": params}, **last, contexts=contexts, write_at=jnp.int32(0))
     alone, own = sampler.apply({"params": params}, **last, contexts=contexts[:1])
-    for kept, computed in zip(room, own, strict=True):
+    for kept, computed in zip(room.keys_values, own.keys_values, strict=True):
         assert kept.dtype == jnp.float32
         np.testing.assert_array_equal(kept[..., :1, :], computed.astype(jnp.float32))
         assert (kept[..., 1:, :] == 0).all()
@@ -57,7 +58,7 @@ def params(request):
     return {"layers": {"weight": jax.random.normal(jax.random.key(1), (2, 32, 16), request.param)}}
 
 
-def test_on_one_device_a_layers_arrays_lie_where_the_stacked_ones_do(params):
+def test_unrolled_arrays_are_views_on_one_device(params):
     stack, layers = params["layers"]["weight"], unrolled_arrays(CONFIG, params)
     chex.assert_trees_all_equal(layers, unrolled_params(CONFIG, params))
     start = stack.unsafe_buffer_pointer()
@@ -66,7 +67,7 @@ def test_on_one_device_a_layers_arrays_lie_where_the_stacked_ones_do(params):
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_stacked_arrays_are_updated_in_place_where_the_layers_are_no_longer_held(held, params):
+def test_stacked_arrays_are_donated_once_the_layers_are_gone(held, params):
     stack = params.pop("layers")["weight"]
     layers = unrolled_arrays(CONFIG, {"layers": {"weight": stack}})
     start, last = stack.unsafe_buffer_pointer(), np.array(stack[1])
@@ -81,7 +82,7 @@ def test_stacked_arrays_are_updated_in_place_where_the_layers_are_no_longer_held
         np.testing.assert_array_equal(layers["layer_1"]["weight"], last)
 
 
-def test_on_several_devices_a_layers_arrays_are_placed_as_the_stacked_ones():
+def test_unrolled_arrays_keep_the_sharding_on_several_devices():
     mesh = jax.make_mesh((2,), ("tensor",))
     weight = jax.device_put(jnp.arange(48.0).reshape(2, 4, 6), jax.NamedSharding(mesh, jax.P(None, None, "tensor")))
     layers = unrolled_arrays(CONFIG, {"layers": {"weight": weight}})

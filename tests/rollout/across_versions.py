@@ -13,7 +13,7 @@ from recjax.models.decoder import Context, Decoder, logits
 def scores_and_context(decoder, params, tokens, positions, real, contexts):
     """Log-probs of every token of the vocabulary after each position, and the context of these positions."""
     hidden, cache = decoder.apply({"params": params}, tokens, positions, real, contexts)
-    return jax.nn.log_softmax(logits(decoder.config, params, hidden[0])), Context(*cache, real, positions)
+    return jax.nn.log_softmax(logits(decoder.config, params, hidden[0])), Context(*cache.keys_values, real, positions)
 
 
 def logprobs_across(

@@ -62,7 +62,7 @@ def sample(
     config = decoder.config
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     hidden, prompt_cache = decoder.apply({"params": params}, prompts, positions, prompt_mask)
-    prompt_context = Context(*prompt_cache, prompt_mask, positions)
+    prompt_context = Context(*prompt_cache.keys_values, prompt_mask, positions)
     first_scores = logits(config, params, last_hidden(hidden, prompt_mask))
     lengths = jnp.repeat(prompt_mask.sum(-1), group_size)
     cache_positions = lengths[:, None] + jnp.arange(max_tokens)
@@ -95,7 +95,7 @@ def sample(
         here = (0, 0, 0, last, 0)
         cache = tuple(
             constrain(jax.lax.dynamic_update_slice(held, one, here), None, ROWS, "tensor")
-            for held, one in zip(state.cache, new, strict=True)
+            for held, one in zip(state.cache, new.keys_values, strict=True)
         )
         return record(state._replace(cache=cache), logits(config, params, hidden[:, 0]))
 

@@ -107,12 +107,13 @@ def test_layers_that_differ(unrolled, monkeypatch):
     assert_same(5, WINDOWED)
 
 
-def test_the_turns_of_a_rounds_positions_are_computed_before_its_loop():
+def test_rotary_angles_are_computed_before_the_rounds_loop():
     decoder, params, prompts, mask = problem(PLAIN)
     options = {"decoder": decoder, "options": decoding.RoundOptions(PLAIN_SAMPLING, LATE, time=5)}
     keys, ones = row_keys(jax.random.key(3), len(prompts)), np.ones(len(prompts), np.int32)
     cache, _ = decoding.prefill(params, prompts, mask, decoder=decoder)
-    memory = keys_values.Memory(cache, keys_values.empty(cache, rows=len(prompts), time=5))
+    empty = keys_values.empty(cache.keys_values, rows=len(prompts), time=5)
+    memory = keys_values.Memory(cache.keys_values, empty)
     rows = decoding.SlotState(ones > 0, *[ones] * 5, keys)
     program = jax.make_jaxpr(functools.partial(decoding.decode, **options))(params, memory, rows, np.int32(0))
     assert cosines(program.jaxpr) == (0, 1)
@@ -185,7 +186,7 @@ def test_batches_of_any_lengths_share_few_programs():
     assert all(now <= limit for now, limit in zip(counts_after(range(8, 20)), most, strict=True))
 
 
-def test_an_engine_that_records_nothing_of_a_distribution_shares_the_programs_of_one_that_cannot_record():
+def test_engines_that_record_nothing_share_their_programs():
     programs = (decoding.prefill, decoding.first_tokens, decoding.decode)
     options = {"group_size": 3, "max_tokens": 5, "sampling": PLAIN_SAMPLING}
     decoder, params, prompts, mask = problem(PLAIN)
@@ -222,7 +223,7 @@ def sizes(monkeypatch):
 
 
 @pytest.mark.slow
-def test_uneven_completions_come_to_one_length_of_cache_for_each_number_of_slots(sizes):
+def test_each_number_of_slots_has_one_cache_length(sizes):
     decoder, params, prompts, mask = problem(PLAIN)
     options = {"group_size": 10, "max_tokens": 40, "sampling": Sampling()}
     for key in range(8):
@@ -236,7 +237,7 @@ def test_uneven_completions_come_to_one_length_of_cache_for_each_number_of_slots
 
 
 @pytest.mark.slow
-def test_slots_of_completions_that_end_together_are_given_up_by_halves(sizes):
+def test_slots_of_ended_completions_are_halved_step_by_step(sizes):
     requests = requests_of(limits=[3] * 9 + [24], group_size=10)
     decoder, params, *_ = problem(PLAIN)
     engine = engine_of(decoder, params, ())
@@ -262,7 +263,7 @@ def test_a_policy_with_slots_samples_the_same():
             assert (mine.id, mine.text, mine.policy_version) == (theirs.id, theirs.text, 3)
 
 
-def test_texts_of_a_batch_go_on_where_their_prompts_end(monkeypatch):
+def test_batch_texts_continue_where_their_prompts_end(monkeypatch):
     tokenizer = sentencepiece_like()
     tokens = [tokenizer.convert_tokens_to_ids(pieces) for pieces in (["▁42"], ["42"], ["4", "</s>"], ["▁Yes"])]
     kinds = np.float32, np.int32
@@ -309,14 +310,14 @@ def assert_completions(found, expected):
 
 
 @pytest.mark.parametrize("slots", [*slow(4), *campaign(None)])
-def test_requests_of_any_limits_and_distributions_come_in_while_others_are_under_way(slots):
+def test_requests_of_all_kinds_arrive_while_others_are_sampled(slots):
     samplings = Sampling(), Sampling(0.8, top_k=5)
     requests = requests_of(limits=(1, 3, 9, 20), samplings=samplings)
     decoder, params, *_ = problem(PLAIN)
     engine, tickets, found = engine_of(decoder, params, slots=slots), [], {}
     for some in (requests[:5], requests[5:6], requests[6:7], requests[7:8], requests[8:]):
         tickets += engine.admit(some)
-        found |= engine.round()
+        found |= engine.step()
     found |= engine.drain()
     assert sorted(found) == sorted(tickets) and len(tickets) == 12
     assert_completions([found[ticket] for ticket in tickets], alone(requests))
@@ -359,7 +360,7 @@ def test_a_batch_comes_in_while_others_are_under_way():
     decoder, params, *_ = problem(PLAIN)
     engine, requests = engine_of(decoder, params, slots=5), requests_of()
     tickets = engine.admit(requests, group_size=3)
-    found = engine.round()
+    found = engine.step()
     tickets += engine.admit(requests[4:6])
     tickets += engine.admit(requests[3:9], group_size=3)
     found |= engine.drain()
@@ -406,7 +407,7 @@ def test_a_request_goes_on_from_what_a_slot_holds(more, batch, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_batch_of_one_round_leaves_its_prompts_to_later_requests():
+def test_requests_continue_prompts_of_a_one_round_batch():
     decoder, params, *_ = problem(PLAIN)
     engine, requests = engine_of(decoder, params, ()), requests_of(limits=(5,))
     tickets = engine.admit(requests, group_size=3)
@@ -422,7 +423,7 @@ def test_a_batch_of_one_round_leaves_its_prompts_to_later_requests():
     assert_completions([found[ticket] for ticket in tickets], alone(longer, stop_ids=()))
 
 
-def test_what_a_slot_holds_of_other_weights_is_not_gone_on_from():
+def test_no_request_continues_a_slot_of_other_weights():
     decoder, params, *_ = problem(PLAIN)
     engine, request = engine_of(decoder, params, slots=5), requests_of()[3]
     (ticket,) = engine.admit([request])
@@ -439,7 +440,7 @@ def test_weights_are_replaced_between_rounds():
     others = jax.device_put(jax.tree.map(lambda x: np.float32(1.5) * x, jax.device_get(params)))
     engine, requests = engine_of(decoder, params, (), version=3), requests_of()[:6]
     tickets = engine.admit(requests)
-    assert not engine.round()
+    assert not engine.step()
     engine.replace_weights(others, version=5)
     found = engine.drain()
     found = [found[ticket] for ticket in tickets]
@@ -498,7 +499,7 @@ def test_what_cannot_be_sampled_is_refused():
     with pytest.raises(ValueError, match="3 requests: not a multiple of group_size = 2; change"):
         engine.admit([request] * 3, group_size=2)
     with pytest.raises(ValueError, match="no weights; call replace_weights"):
-        Engine(decoder, LATE, slots=None, prefix_time=5).round()
+        Engine(decoder, LATE, slots=None, prefix_time=5).step()
     assert engine.admit([]) == [] and engine.drain() == {}
 
 

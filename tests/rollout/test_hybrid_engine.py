@@ -87,7 +87,7 @@ def test_groups_and_requests_of_several_distributions(engine):
 
 
 @pytest.mark.campaign
-def test_a_turn_continues_from_the_end_of_a_slot_and_never_from_within(engine, monkeypatch):
+def test_a_turn_continues_a_slot_only_at_its_end(engine, monkeypatch):
     prefilled = []
     real = decoding.prefill
     monkeypatch.setattr(decoding, "prefill", lambda *a, **k: prefilled.append(a[1:4]) or real(*a, **k))
@@ -110,7 +110,7 @@ def test_a_turn_continues_from_the_end_of_a_slot_and_never_from_within(engine, m
 def test_cancelled_completions_and_weights_that_change(engine):
     requests = [asked(4, row, limit=30) for row in range(6)]
     tickets = engine.admit(requests)
-    finished = engine.round()
+    finished = engine.step()
     so_far = engine.so_far(tickets[:2])
     engine.cancel(tickets[:2])
     finished |= engine.drain()
@@ -122,14 +122,14 @@ def test_cancelled_completions_and_weights_that_change(engine):
 
 
 @pytest.mark.campaign
-def test_a_batch_of_one_round_leaves_no_state_that_a_later_request_continues_from(engine):
+def test_requests_continue_no_state_of_a_one_round_batch(engine):
     """Such a batch keeps no keys and values of its completions, so the prompt is held, but its state has moved on."""
     request = asked(4, 1, limit=4)
     run(engine, [request, request._replace(key=KEYS[2])], 2)
     run(engine, [request._replace(prefix=np.append(request.prefix, np.int32(3)), key=KEYS[3])])
 
 
-def test_a_short_run_learns_and_samples_with_the_policy_it_trains(tmp_path):
+def test_a_short_run_learns_and_samples_its_policy(tmp_path):
     """Sampled log-probs, token after token, are those of the update's chunks: the ratio is 1 on-policy."""
     tokenizer = character_tokenizer("0123456789+=")
     (tmp_path / "base").mkdir()

@@ -85,7 +85,7 @@ def test_cancelling_one_leaves_the_others_as_they_are():
         same(one, expected)
 
 
-def test_a_request_that_cannot_be_sampled_is_refused_to_whoever_asked():
+def test_a_refused_request_raises_where_it_was_made():
     async def main():
         async with LiveEngine(engine()) as live:
             good, bad = (asyncio.create_task(live.sample(request(0, limit))) for limit in (6, 0))
@@ -96,10 +96,10 @@ def test_a_request_that_cannot_be_sampled_is_refused_to_whoever_asked():
     same(asyncio.run(main()), *at_once([0]))
 
 
-def test_what_ends_the_engine_reaches_whoever_waits_and_whoever_comes(monkeypatch):
+def test_the_engines_error_reaches_waiting_and_later_requests(monkeypatch):
     async def main():
         made = engine()
-        monkeypatch.setattr(made, "round", lambda: 1 / 0)
+        monkeypatch.setattr(made, "step", lambda: 1 / 0)
         async with LiveEngine(made) as live:
             tasks = [asyncio.create_task(live.sample(request(number))) for number in range(3)]
             for task in tasks:
@@ -123,7 +123,7 @@ def test_new_weights_come_between_two_rounds():
     assert not np.allclose(found.logprobs[:1], at_once([0])[0].logprobs[:1])
 
 
-def test_who_follows_sees_each_round_and_at_last_the_completion():
+def test_a_follower_sees_each_round_and_the_completion():
     async def main():
         async with LiveEngine(engine()) as live:
             other = asyncio.create_task(live.sample(request(1, limit=40)))
@@ -141,7 +141,7 @@ def test_who_follows_sees_each_round_and_at_last_the_completion():
         assert sampled.truncated, "it has not ended"
 
 
-def test_a_canceled_request_frees_its_slot_and_its_place_in_line():
+def test_a_canceled_request_frees_its_slot_and_queue_place():
     async def main():
         made = Engine(Decoder(CONFIG), (), slots=2, prefix_time=8)
         made.replace_weights(initial(), version=3)
@@ -166,7 +166,7 @@ def test_a_canceled_request_frees_its_slot_and_its_place_in_line():
 
 
 @pytest.mark.parametrize("passes", [2, 16])
-def test_a_follower_who_stops_early_frees_its_slot_before_the_next_round(passes):
+def test_a_follower_who_stops_early_frees_its_slot(passes):
     async def main():
         made = engine()
         async with LiveEngine(made, passes) as live:
@@ -176,6 +176,6 @@ def test_a_follower_who_stops_early_frees_its_slot_before_the_next_round(passes)
             while live._serving:
                 await asyncio.sleep(0)
             assert not made._slots.live.any() and live.error is None
-            assert made._slots.columns.counts.max() == len(piece.tokens)
+            assert made._slots.table.counts.max() == len(piece.tokens)
 
     asyncio.run(main())

@@ -61,7 +61,7 @@ def logprobs_after(tokens, sampling=PLAIN):
         Sampling(0.8, top_k=6, top_p=0.9),
     ],
 )
-def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(sampling):
+def test_logprobs_belong_to_the_distribution_that_sampled(sampling):
     drawn = draw(sampling=sampling)
     for row in range(len(drawn.tokens)):
         prompt = row // 3
@@ -77,7 +77,7 @@ def test_stored_logprobs_are_those_of_the_distribution_that_drew_each_token(samp
     "sampling",
     [Sampling(1.0, top_p=0.7), *campaign(Sampling(), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(min_p=0.4))],
 )
-def test_empirical_frequencies_match_probabilities_and_the_second_token_has_noise_of_its_own(sampling):
+def test_frequencies_match_probabilities_for_independent_tokens(sampling):
     options = {"group_size": 20_000, "max_tokens": 2, "sampling": sampling, "stop_ids": ()}
     tokens = draw(prompts=PROMPTS[1:], mask=MASK[1:], **options).tokens
     first = int(np.bincount(tokens[:, 0]).argmax())
@@ -108,7 +108,7 @@ def test_rows_end_at_a_stop_token_or_are_truncated():
     assert (drawn.logprobs[~drawn.mask] == 0).all() and (drawn.tokens[~drawn.mask] == 0).all()
 
 
-def test_a_row_does_not_depend_on_padding_or_on_later_prompts():
+def test_a_row_ignores_padding_and_later_prompts():
     together = draw()
     alone = draw(prompts=PROMPTS[:1, :3], mask=MASK[:1, :3])
     np.testing.assert_array_equal(together.tokens[:3], alone.tokens)
@@ -124,7 +124,7 @@ def test_temperature_zero_takes_the_most_likely_token():
 
 
 @pytest.mark.parametrize("vocabulary", [23, 26, *campaign(1, 2, 25)])
-def test_a_token_chosen_in_two_steps_is_the_choice_among_all(vocabulary):
+def test_a_choice_in_two_steps_equals_one_step(vocabulary):
     rows = 40_000 if vocabulary == 23 else 50
     scores = np.round(2 * np.random.default_rng(1).normal(size=vocabulary)).astype(np.float32)
     scores[vocabulary // 2] = -np.inf if vocabulary > 1 else 0.0

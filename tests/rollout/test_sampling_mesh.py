@@ -8,10 +8,11 @@ import pytest
 from recjax.config import MeshConfig
 from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
+from recjax.models.layer import Cache, KeysValues
 from recjax.models.placement import bytes_on_device, moved_params, param_shardings
 from recjax.rollout import keys_values, slots
 from recjax.rollout.plan import WEIGHTS_SHARE, abstract_weights, grouped
-from recjax.rollout.requests import Begun
+from recjax.rollout.requests import Prefilled
 from recjax.training.mesh import make_mesh
 
 DECODER = Decoder(DecoderConfig(16, 16, 32, 2, 4, 2, 4))
@@ -67,7 +68,7 @@ def pointers(tree):
 
 
 @pytest.mark.slow
-def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
+def test_both_ways_to_write_after_cached_tokens_agree():
     generator = np.random.default_rng(0)
     later = tuple(jnp.asarray(generator.normal(size=(2, 5, 2, 12, 3))) for _ in range(2))
     new = tuple(jnp.asarray(generator.normal(size=(2, 5, 2, 4, 3))) for _ in range(2))
@@ -85,20 +86,21 @@ def test_both_ways_of_writing_behind_what_is_cached_give_the_same():
 
 def jobs_of(some):
     """The job of each slot; None where the slot is free."""
-    return [job if live else None for job, live in zip(some.columns.jobs, some.live, strict=True)]
+    return [job if live else None for job, live in zip(some.table.jobs, some.live, strict=True)]
 
 
 @pytest.mark.slow
 def test_slots_stay_on_their_devices(monkeypatch):
-    cache = (jnp.arange(8.0).reshape(1, 8, 1, 1, 1),) * 2
+    keys = jnp.arange(8.0).reshape(1, 8, 1, 1, 1)
+    cache = Cache(KeysValues(keys, keys))
     some = slots.Slots()
-    some.seat(Begun([], cache, np.ones(8, np.int32), False, 1), 8, 4)
-    some.columns.live[[1, 4, 7]], some.columns.jobs[:] = True, range(8)
+    some.assign(Prefilled([], cache, np.ones(8, np.int32), False, 1), 8, 4)
+    some.table.live[[1, 4, 7]], some.table.jobs[:] = True, range(8)
     monkeypatch.setattr(slots, "row_shards", lambda: 2)
     assert some.fewest == 4  # one device has two live ones
-    some.change_number(4, 4)
+    some.change_count(4, 4)
     assert jobs_of(some) == [1, None, 4, 7]
     assert some.memory.prompts[0].ravel().tolist() == [1, 0, 4, 7]
-    some.change_number(8, 4)
+    some.change_count(8, 4)
     assert jobs_of(some) == [1, None, None, None, 4, 7, None, None]
     assert some.memory.prompts[0].ravel().tolist() == [1, 0, 1, 0, 4, 7, 4, 7]

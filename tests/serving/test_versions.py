@@ -21,8 +21,8 @@ def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypat
     monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
     begun, up_to_stop = [], sampler.up_to_stop
     monkeypatch.setattr(sampler, "up_to_stop", lambda *arguments: begun.append(1) or up_to_stop(*arguments))
-    one_round = Engine.round
-    monkeypatch.setattr(Engine, "round", lambda engine: time.sleep(0.05) or one_round(engine))
+    one_step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: time.sleep(0.05) or one_step(engine))
     coming = [Weights(params_of(SHAPE, 1), 7, "the run")]
 
     def newer():

@@ -14,6 +14,7 @@ from recjax.experience.layout import Layout
 from recjax.experience.packing import RowShape, pack
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
+from recjax.models.layer import KeysValues
 from recjax.models.logprobs import Sampling
 from recjax.rollout.decoding import RoundOptions, SlotState, decode
 from recjax.rollout.keys_values import Memory
@@ -88,7 +89,7 @@ def test_sampling_holds_the_scores_of_one_token_a_row():
     keys, counts = jax.random.key_data(jax.random.split(jax.random.key(0), rows)), np.ones(rows, np.int32)
     options = {"decoder": DECODER, "options": RoundOptions(Sampling(0.9), (1,), TIME - 1)}
     prompts, later = (
-        (jax.ShapeDtypeStruct((2, count, 1, time, 8), np.float32),) * 2
+        KeysValues(*[jax.ShapeDtypeStruct((2, count, 1, time, 8), np.float32)] * 2)
         for count, time in ((PROMPTS, BATCH.prompts.shape[1]), (rows, TIME))
     )
     state = SlotState(counts > 0, *[counts] * 5, keys)

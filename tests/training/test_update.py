@@ -244,14 +244,14 @@ def test_recorded_top_tokens_center_the_score_alike_in_every_layout():
         arrays = *prompts, given.completions, given.completion_mask
         # The log-probs of a top token are those of a completion with this token in the place of the sampled one.
         options = {"sampling": Sampling(0.9), "chunk": 64}
-        logprobs, _ = completion_logprobs(decoder, params, *arrays, **options)
+        logprobs = completion_logprobs(decoder, params, *arrays, **options).logprobs
         columns = []
         for rank in range(3):
             changed = []
             for time in range(5):
                 tokens = given.completions.at[:, time].set(jnp.maximum(ids[:, time, rank], 0))
                 arrays = *prompts, tokens, given.completion_mask
-                changed.append(completion_logprobs(decoder, params, *arrays, **options)[0][:, time])
+                changed.append(completion_logprobs(decoder, params, *arrays, **options).logprobs[:, time])
             columns.append(jnp.stack(changed, axis=-1))
         scores = losses.TermScores(top_logprobs=jnp.stack(columns, axis=-1), behavior_top_logprobs=jnp.asarray(top))
         compared = given.rewards, given.group_ids, given.completion_mask.any(-1)
