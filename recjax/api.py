@@ -50,9 +50,13 @@ from recjax.rewards.reward import named_weights, passed_name
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.plan import power_of_two
 from recjax.runs.checkpoint import steps_of
+from recjax.runs.export import export_checkpoint
 from recjax.runs.folder import is_finished
-from recjax.runs.policies import export_checkpoint, open_policy, run_config, sampled_rows
-from recjax.runs.start import STOPPED, train
+from recjax.runs.policies import open_policy
+from recjax.runs.sampled_rows import sampled_rows
+from recjax.runs.start import train
+from recjax.runs.stopping import STOPPED
+from recjax.runs.stored_runs import run_config
 from recjax.runtime.cache import keep_compiled_programs
 from recjax.runtime.console import show_messages
 from recjax.runtime.files import digest
@@ -415,7 +419,7 @@ class TrainedPolicy:
     def export(self, folder: str | Path, dtype: str = "float32", adapters: bool = False) -> Path:
         """Writes a folder that transformers and other programs load, and returns it.
 
-        `recjax.runs.policies.export_checkpoint` describes the arguments.
+        `recjax.runs.export.export_checkpoint` describes the arguments.
         """
         export_checkpoint(self._run, Path(folder), self.step, dtype, adapters)
         return Path(folder)

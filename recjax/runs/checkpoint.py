@@ -25,7 +25,6 @@ from recjax.logs.metrics import MetricsWriter, read_metrics
 from recjax.models.placement import on_host, put_rows
 from recjax.runs.lock import RunLock
 from recjax.runtime import files, hosts
-from recjax.runtime.cache import cache_folder
 from recjax.runtime.clocks import PhaseSeconds
 from recjax.runtime.files import short_error
 from recjax.runtime.literal_path import LiteralPath
@@ -261,52 +260,12 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     return content
 
 
-def check_data(config: Config, step: int, data: dict[str, str], output: Path | None = None) -> None:
-    """Refuses to resume with other data than the run began with.
-
-    Args:
-        step: step of the checkpoint; without digests, as older versions wrote it, nothing is refused.
-        output: folder of a stage of the run; None: the run's own.
-        data: result of `data_digests`.
-    Raises:
-        UserError: a store or problems have changed.
-    """
-    known = progress((output or Path(config.output)) / "checkpoints", step).get("totals", {}).get("data", {})
-    rates = f" and the pass rates in {cache_folder('pass_rates')}" if config.task.keep else ""
-    changed = [
-        f"{name} ({known[name]} then, {digest} now)"
-        for name, digest in data.items()
-        if known.get(name, digest) != digest
-    ]
-    if changed:
-        raise UserError(
-            problem=(
-                f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}."
-                f" Restore the data{rates}, or continue with the new data in a new run: another output=… with"
-                f" model.run={config.output!r}"
-            )
-        )
-
-
-def check_weight_digests(config: Config, step: int, weights: dict[str, str], read: bool) -> None:
-    """Compares the weights that a run reads and does not keep in its checkpoints with those that it began with.
-
-    Args:
-        step: step of the checkpoint; a digest that it does not know is not compared.
-        weights: result of `weight_digests`.
-        read: True if the run still reads parameters of its initial policy.
-    Raises:
-        UserError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
-            if the run reads them no more, a warning names them instead.
-    """
-    known = progress(Path(config.output) / "checkpoints", step).get("totals", {}).get("weights", {})
-    changed = [name for name, digest in weights.items() if known.get(name, digest) != digest]
-    for name in changed:
-        words = f"{name}: the weights changed since this run began ({known[name]} then, {weights[name]} now)"
-        is_stored = config.warm_start is None and (config.model.path is not None or config.model.run is not None)
-        if name != BASE or (read and is_stored):
-            raise UserError(problem=words, remedy="restore them, or begin again with --overwrite or another output=…")
-        logger.warning("%s; the run keeps the weights of its checkpoint", words)
+def newest_totals(manager: ocp.CheckpointManager) -> dict[str, Any]:
+    """The totals in the newest checkpoint; empty if there is no checkpoint."""
+    step = manager.latest_step()
+    if step is None:
+        return {}
+    return progress(Path(manager.directory), step).get("totals", {})
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:

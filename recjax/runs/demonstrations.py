@@ -33,6 +33,7 @@ from recjax.models.trainable import combine, split_params
 from recjax.runs import checkpoint
 from recjax.runs.checkpoint import Saver
 from recjax.runs.lock import NAME, RunLock
+from recjax.runs.spec import check_data
 from recjax.runs.warm_start import FOLDER
 from recjax.runtime.clocks import PhaseSeconds
 from recjax.sources.setup import Demonstrations, Setup
@@ -78,7 +79,7 @@ def train_on_demonstrations(
         del trained
         del params
         if first is not None:
-            checkpoint.check_data(setup.config, first, data, folder)
+            check_data(setup.config, checkpoint.newest_totals(manager).get("data", {}), data)
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, learner.kept(state.trained, first))
             jax.tree.map(lambda leaf: leaf.delete(), state.trained)  # the restored arrays need its memory
             state = checkpoint.restore(manager, like, {})

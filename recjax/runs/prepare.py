@@ -22,8 +22,8 @@ from recjax.models.placement import row_shards
 from recjax.models.trainable import fingerprint, in_compute_dtype, split_params
 from recjax.rewards.pool import Grading
 from recjax.rewards.reward import MODEL, MixedReward, Reward
-from recjax.runs.folder import code_digests
 from recjax.runs.policies import initial_policy
+from recjax.runs.provenance import code_digests
 from recjax.runs.warm_start import load_demonstrations
 from recjax.runtime import hosts
 from recjax.runtime.clocks import PhaseSeconds

@@ -18,7 +18,9 @@ from recjax.export import export
 from recjax.logs.metrics import MetricsWriter, read_metrics
 from recjax.runs import checkpoint, start
 from recjax.runs import folder as run_folder
-from recjax.runs.policies import open_policy, run_config
+from recjax.runs.policies import open_policy
+from recjax.runs.spec import check_config_file
+from recjax.runs.stored_runs import ENVIRONMENT, run_config
 from recjax.runtime import files
 from recjax.train import show_result
 from tests.marks import slow
@@ -147,11 +149,11 @@ def test_a_run_of_another_version_is_read_with_a_warning(run, tmp_path, said):
     assert run_config(folder) == config
     (line,) = [line for line in said if "not read" in line]
     assert "model.widget, gadget" in line and "made with recjax 9.9" in line
-    progress = {"totals": {"config": config.model_dump() | {"gadget": {"x": 1}}}}
-    run_folder.check_config_file(folder, config, progress)
-    progress["totals"]["config"]["seed"] = 5
+    in_checkpoint = config.model_dump() | {"gadget": {"x": 1}}
+    check_config_file(folder, config, in_checkpoint)
+    in_checkpoint["seed"] = 5
     with pytest.raises(ValueError, match="seed: 5 there"):
-        run_folder.check_config_file(folder, config, progress)
+        check_config_file(folder, config, in_checkpoint)
 
 
 def test_a_run_says_what_it_was_made_with_each_time_that_it_starts(made, run):
@@ -217,7 +219,7 @@ def test_a_config_file_of_before_a_key_is_that_of_its_default(tiny):
     output.mkdir(parents=True)
     lines = to_yaml(config).splitlines()
     (output / "config.yaml").write_text("\n".join(line for line in lines if "min_p" not in line))
-    (output / run_folder.ENVIRONMENT).write_text("[]")
+    (output / ENVIRONMENT).write_text("[]")
     assert sum("min_p" in line for line in lines) == 2
     run_folder.check_run_folder(config, overwrite=False)
     with pytest.raises(ValueError, match="rollout.min_p: None there, 0.2 now"):

@@ -18,9 +18,10 @@ from recjax.logs.metrics import read_metrics
 from recjax.models import unrolling
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.runs import start
+from recjax.runs import compile_ahead, start, stopping
 from recjax.runs.folder import open_run_folder
 from recjax.runs.prepare import prepare
+from recjax.runs.spec import spec_of
 from recjax.sources import sampling
 from recjax.training import learner, loop
 from recjax.training.evaluation import evaluate_policy
@@ -79,7 +80,7 @@ def test_the_update_is_compiled_once_and_next_to_the_sampler_where_its_shapes_ar
 )
 def test_large_programs_are_compiled_once_and_side_by_side_where_there_are_cores(tiny, monkeypatch, cores, options):
     """Evaluations and batches have the same shapes here, and all steps the same as the first."""
-    monkeypatch.setattr(start, "cores", lambda: cores)
+    monkeypatch.setattr(compile_ahead, "cores", lambda: cores)
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
     is_cut = "rollout.top_k=3" in options  # evaluation and sampler then have programs of their own
     with compilations() as compiled:
@@ -215,7 +216,7 @@ def test_a_second_ctrl_c_ends_at_once(tiny):
 def test_where_ctrl_c_or_hanging_up_is_ignored_it_stays_so(number):
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with start.stop_requests() as received:
+        with stopping.stop_requests() as received:
             signal.raise_signal(number)
             assert received == [] and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
@@ -301,39 +302,39 @@ def test_a_finished_or_other_run_is_not_touched(tiny):
     config = tiny("run", "training.steps=1")
     count(config)
     with pytest.raises(ValueError, match="finished run of 1 steps"):
-        open_run_folder(config, overwrite=False)
+        open_run_folder(spec_of(config), overwrite=False)
     with pytest.raises(ValueError, match="optimizer.learning_rate: 0.01 there, 0.5 now"):
-        open_run_folder(tiny("run", "optimizer.learning_rate=0.5"), overwrite=False)
+        open_run_folder(spec_of(tiny("run", "optimizer.learning_rate=0.5")), overwrite=False)
     assert (Path(config.output) / "summary.json").exists()
-    open_run_folder(config, overwrite=True)
+    open_run_folder(spec_of(config), overwrite=True)
     assert not (Path(config.output) / "summary.json").exists()
 
 
 def test_a_folder_that_is_no_run_is_refused_even_with_overwrite(tiny):
     with pytest.raises(ValueError, match="output = .*a checkpoint cannot be read"):
-        open_run_folder(tiny("back\\slash"), overwrite=False)
+        open_run_folder(spec_of(tiny("back\\slash")), overwrite=False)
     config = tiny("thesis")
     Path(config.output).mkdir()
     (Path(config.output) / "chapter.tex").write_text("years of work")
     with pytest.raises(ValueError, match="not a run .chapter.tex."):
-        open_run_folder(config, overwrite=True)
+        open_run_folder(spec_of(config), overwrite=True)
     # A config without what only recjax writes is the user's, next to a reward and data.
     (Path(config.output) / "config.yaml").write_text("output: thesis  # mine")
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="not a run .chapter.tex, config.yaml."):
-            open_run_folder(config, overwrite)
+            open_run_folder(spec_of(config), overwrite)
     assert (Path(config.output) / "config.yaml").read_text() == "output: thesis  # mine"
 
 
 def test_overwrite_keeps_files_that_recjax_did_not_write(tiny, caplog):
     config = tiny("run")
-    output = open_run_folder(config, overwrite=False)
+    output = open_run_folder(spec_of(config), overwrite=False)
     of_run = ("checkpoints/4/state", "samples/after.jsonl", "experience.db-wal", ".metrics.jsonl.7.partial")
     of_user = ("reward.py", "notes/a.md", "train.jsonl")
     for name in (*of_run, *of_user):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text("content")
-    open_run_folder(config, overwrite=True)
+    open_run_folder(spec_of(config), overwrite=True)
     assert [name for name in (*of_run, *of_user) if (output / name).exists()] == [*of_user]
     assert "kept what recjax did not write: notes, reward.py, train.jsonl" in caplog.text
 
