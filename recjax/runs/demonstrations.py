@@ -152,6 +152,7 @@ class _SupervisedLearner(Learner):
     """Evaluates the loss on the held-out demonstrations instead of sampled answers."""
 
     def __init__(self, demonstrations: Demonstrations):
+        super().__init__()
         self._demonstrations = demonstrations
 
     def kept(self, trained: TrainState, step: int) -> TrainState:

@@ -416,8 +416,8 @@ FAULTS = {
     "update-teacher-gets-shared-beginnings": Fault(
         "a teacher whose decoder cannot read rows with a shared beginning gets them all the same",
         "recjax/training/learner.py",
-        "doublings, teacher=recipe.teacher)",
-        "doublings)",
+        "doublings=doublings, teacher=recipe.teacher",
+        "doublings=doublings",
         ("tests/training/test_layout.py",),
     ),
     "experience-mixed-rows-have-an-age": Fault(

@@ -92,7 +92,7 @@ def test_large_programs_are_compiled_once_and_side_by_side_where_there_are_cores
     assert threads["jit(prefill)"] == [by_cores]
     for name in ("first_tokens", "decode"):
         assert threads[f"jit({name})"] == [by_cores] * (1 + is_cut)
-    assert len(threads["jit(update)"]) == len(threads["jit(_rates_of)"]) == 1
+    assert len(threads["jit(update)"]) == len(threads["jit(_learning_rates)"]) == 1
 
 
 @contextlib.contextmanager
