@@ -13,8 +13,8 @@ from recjax.hub.policy import Policy, policy_alone
 from recjax.hub.tokenizers import listed_eos, model_folder
 from recjax.models.decoder import abstract_params
 from recjax.models.trainable import adapted, split_params
-from recjax.runs.checkpoint import split_step
 from recjax.runs.policies import open_policy, read_trained, read_whole
+from recjax.runs.spec import split_step
 from recjax.runs.stored_runs import run_config, starts
 
 logger = logging.getLogger(__name__)

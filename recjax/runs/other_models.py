@@ -14,8 +14,8 @@ from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.trainable import in_compute_dtype, with_adapters
-from recjax.runs.checkpoint import split_step
 from recjax.runs.policies import open_policy, policy_without_params
+from recjax.runs.spec import split_step
 from recjax.runs.stored_runs import has_run, run_config
 
 

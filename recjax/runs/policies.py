@@ -18,8 +18,9 @@ from recjax.hub.weights import load_adapter
 from recjax.models.decoder import abstract_params
 from recjax.models.placement import on_host, put_params
 from recjax.models.trainable import combine, flatten, in_compute_dtype, merged, split_params, with_adapters
-from recjax.runs.checkpoint import split_step, steps_of
+from recjax.runs.checkpoint import steps_of
 from recjax.runs.resolve import resolve_start
+from recjax.runs.spec import split_step
 from recjax.runs.stored_runs import has_run, run_config, whole_step
 from recjax.runs.warm_start import FOLDER, warm_start
 from recjax.runtime.console import under_way

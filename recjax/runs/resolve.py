@@ -17,8 +17,7 @@ from recjax.config.model import POLICY
 from recjax.errors import UserError
 from recjax.hub.tokenizers import model_folder, reads_clock
 from recjax.hub.weights import adapter_fields, load_adapter, read_config
-from recjax.runs.checkpoint import split_step
-from recjax.runs.spec import OTHER_RUNS, changes, in_words, with_stored_choices
+from recjax.runs.spec import OTHER_RUNS, changes, in_words, split_step, with_stored_choices
 from recjax.runs.stored_runs import has_run, run_config, stored_config, whole_step
 from recjax.runtime import hosts
 from recjax.tasks.loading import load_problems

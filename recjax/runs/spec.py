@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 
 from recjax.config import KEYS, MAY_CHANGE, Config, resumable_keys, unknown_keys
 from recjax.errors import UserError
-from recjax.runs.checkpoint import BASE, split_step
+from recjax.runs.checkpoint import BASE
 from recjax.runs.provenance import code_digests, versions
 from recjax.runtime.cache import cache_folder
 
@@ -148,6 +148,14 @@ def with_stored_choices(config: Config, stored: Mapping[str, Any]) -> Config:
     if config.model.chat_date is None:
         chosen["chat_date"] = theirs.get("chat_date")
     return config.model_copy(update={"model": config.model.model_copy(update=chosen)})
+
+
+def split_step(source: str | Path) -> tuple[Path, str | None]:
+    """The folder of a run and the name of its checkpoint, a step or "best", from RUN or RUN/checkpoints/NAME."""
+    path = Path(source)
+    if path.parent.name == "checkpoints" and (path.name.isdecimal() or path.name == "best"):
+        return path.parents[1], path.name
+    return path, None
 
 
 def names_same_run(given: str | None, stored: str | None) -> bool:

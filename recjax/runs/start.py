@@ -35,7 +35,7 @@ from recjax.runs.prepare import data_digests, prepare
 from recjax.runs.regrading import known_problems, regraded
 from recjax.runs.resolve import resolve_config
 from recjax.runs.sources import check_source, source_of
-from recjax.runs.spec import RunSpec, check_data, check_weights, spec_of
+from recjax.runs.spec import RunSpec, check_data, check_weights, spec_of, split_step
 from recjax.runs.stopping import STOPPED, asks_to_stop, stop_requests
 from recjax.runtime import hosts
 from recjax.runtime.console import under_way
@@ -331,7 +331,7 @@ def begin_learner(learner: Learner, setup: Setup, params: dict) -> TrainState:
     trained = learner.begin(config, setup.policy, params, held_out, teacher=teacher, reference=reference)
     # A run that resumes has its own moments in its checkpoint, and must not take those of the earlier run again.
     if config.model.run and config.optimizer.state == "run" and not _has_checkpoints(config):
-        folder, step = checkpoint.split_step(config.model.run)
+        folder, step = split_step(config.model.run)
         assert step is not None
         # A teacher that stays the initial policy is this run's, and not that of the earlier run.
         is_constant = config.model.average_rate == 0
