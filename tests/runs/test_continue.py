@@ -75,7 +75,7 @@ def continued(tiny, name, *overrides):
     return tiny(name, f"model.run={first}", "model.decoder=null", *overrides)
 
 
-def test_a_run_begins_with_the_weights_and_the_moments_of_another(tiny):
+def test_continued_run_starts_with_weights_and_moments(tiny):
     _, before = trained(tiny("first"))
     run, after = begun(continued(tiny, "second", "optimizer.learning_rate=0.5", KL, "algorithm.preset=grpo"))
     assert after.step == after.version == 0
@@ -97,7 +97,7 @@ def test_a_run_begins_with_the_momentum_of_another(tiny):
     assert updates.count == 0, "the schedule is that of the new run"
 
 
-def test_a_constant_teacher_is_the_policy_before_the_first_step(tiny):
+def test_constant_teacher_is_the_initial_policy(tiny):
     teacher = ["model.teacher=policy", "task.teacher_template={answer}={prompt}", "task.teacher_tokens=8"]
     teacher += ["algorithm.teacher_divergence.coefficient=0.5"]
     _, before = trained(tiny("first", *teacher, "model.teacher_rate=0.1"))
@@ -111,7 +111,7 @@ def test_a_constant_teacher_is_the_policy_before_the_first_step(tiny):
     assert same(moving.trained.optimizer_state[2].average, average.average)
 
 
-def test_the_start_of_a_run_stays_when_the_other_run_goes_on(tiny):
+def test_start_stays_when_the_other_run_trains_on(tiny):
     _, before = trained(tiny("first"), 4)
     second = continued(tiny, "second")
     begun(second)
@@ -127,7 +127,7 @@ def test_the_start_of_a_run_stays_when_the_other_run_goes_on(tiny):
 
 
 @pytest.mark.parametrize("key", ["teacher", "reference"])
-def test_another_model_of_a_run_stays_when_its_run_goes_on(tiny, key):
+def test_other_model_stays_when_its_run_trains_on(tiny, key):
     _, before = trained(tiny("first"), 4)
     changes = {"teacher": ["algorithm.preset=on_policy_distillation"], "reference": [KL, "algorithm.preset=grpo"]}[key]
     config = tiny("second", f"model.{key}={tiny('first').output}", *changes)
@@ -247,7 +247,7 @@ def test_the_reference_is_another_policy(tiny):
         begun(tiny("fourth", KL, wide, f"model.reference={tiny('first').output}"))
 
 
-def test_a_run_resumes_with_another_rate_where_that_is_asked_for_by_name(tiny):
+def test_named_settings_may_change_at_a_resume(tiny):
     count(tiny("run", "training.steps=3"))
     refused = "optimizer.learning_rate: 0.01 there, 0.5 now"
     with pytest.raises(ValueError, match=rf"{refused}.*training.resume_with=\[optimizer.learning_rate\] to resume"):
@@ -297,7 +297,7 @@ def test_a_continued_run_trains_with_its_own_schedule(tiny):
     assert train(other)[1]["learning_rate"] == pytest.approx(0.02)
 
 
-def test_a_checkpoint_that_goes_during_the_read_is_not_missed(tiny, monkeypatch):
+def test_deleted_checkpoint_is_replaced_during_the_read(tiny, monkeypatch):
     trained(tiny("first"), 4)
     _, newest = trained(tiny("first"), 5)
     folder = Path(tiny("first").output) / "checkpoints"

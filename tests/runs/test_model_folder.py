@@ -92,7 +92,7 @@ def days(rows, tokenizer):
 
 
 @pytest.mark.slow
-def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, on, tmp_path, caplog):
+def test_every_reader_dates_prompts_by_the_first_start(folder, on, tmp_path, caplog):
     config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
     on(FIRST)
     with caplog.at_level(logging.INFO):
@@ -159,7 +159,7 @@ def test_a_store_that_is_added_to_keeps_its_day(folder, on, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_the_start(folder, tmp_path):
+def test_prompt_tokens_without_embedding_are_refused(folder, tmp_path):
     model = shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = load_tokenizer(model)
     size = len(tokenizer)

@@ -244,7 +244,7 @@ def test_a_curriculum_avoids_problems_without_a_reward_and_resumes(tiny, caplog)
     assert without_times(count(config, sample=sample)) == without_times(straight)
 
 
-def test_a_run_resumes_only_with_the_problems_with_which_it_began(tiny, tmp_path):
+def test_run_resumes_only_with_its_own_problems(tiny, tmp_path):
     sums = [(a, b) for a in range(1, 7) for b in range(1, 7)]
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a, b in sums]
     train, other = tmp_path / "train.jsonl", [row | {"prompt": f"{row['prompt']}="} for row in rows]
@@ -273,7 +273,7 @@ def test_a_run_resumes_only_with_the_problems_with_which_it_began(tiny, tmp_path
     assert without_times(count(config)) == without_times(straight)
 
 
-def test_the_number_of_held_out_problems_may_change_and_older_checkpoints_know_no_digests(tiny):
+def test_number_of_held_out_problems_may_change(tiny):
     with pytest.raises(KeyboardInterrupt):
         count(tiny("run"), killed(at=5))
     data = checkpoint.progress(Path(tiny("run").output) / "checkpoints", 3)["totals"]["data"]
@@ -290,7 +290,7 @@ def test_the_number_of_held_out_problems_may_change_and_older_checkpoints_know_n
     check_data(tiny("run"), {}, dict.fromkeys(data, "x"))
 
 
-def test_changed_code_of_the_reward_is_named_when_a_run_resumes(tiny, tmp_path, monkeypatch, caplog):
+def test_changed_reward_code_is_named_at_a_resume(tiny, tmp_path, monkeypatch, caplog):
     monkeypatch.syspath_prepend(tmp_path)
     source = "def score(prompts, completions, answers):\n    return [0.0 for _ in answers]\n"
     (tmp_path / "resumed_reward.py").write_text(source)
@@ -322,7 +322,7 @@ def test_changed_code_that_a_reward_calls_is_named(tiny, tmp_path, monkeypatch, 
     assert {*provenance.code_digests(tiny("passed"), [score])} >= {"calling_reward", "called_score"}
 
 
-def test_the_record_has_the_batches_that_a_resumed_run_trained_on(tiny, caplog):
+def test_record_has_the_batches_of_a_resumed_run(tiny, caplog):
     config = tiny("run", "experience.record=true", "evaluation.every=0")
     first, second = (functools.partial(prepared_batch, reward=reward) for reward in (0.25, 0.75))
     with pytest.raises(KeyboardInterrupt):
@@ -350,7 +350,7 @@ def test_other_versions_are_named_when_a_run_resumes(tiny, caplog):
 
 
 @pytest.mark.parametrize("content", ["[1]", '[{"code": 1}]', '{"a": 1}', "null"])
-def test_a_record_that_is_no_list_of_starts_is_replaced(tiny, content):
+def test_damaged_record_of_starts_is_replaced(tiny, content):
     file = run_folder.open_run_folder(spec_of(tiny("run")), overwrite=False) / ENVIRONMENT
     file.write_text(content)
     run_folder.open_run_folder(spec_of(tiny("run")), overwrite=False)
