@@ -91,10 +91,10 @@ def train_on_demonstrations(
             shown = stage.demonstrations
             assert shown is not None
             run = Run(
-                config,
-                config.algorithm.build(),
-                shown.shape,
-                stage.settings,
+                config=config,
+                algorithm=config.algorithm.build(),
+                shape=shown.shape,
+                settings=stage.settings,
                 part_weights=None,
                 failures={},
                 source=_Demonstrations(stage),
