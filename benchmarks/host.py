@@ -206,6 +206,7 @@ class Idle(learner.Learner):
 
     def __init__(self, clock: Clock):
         """Takes the clock, on which every update is the end of a step."""
+        super().__init__()
         self._clock = clock
 
     def initial_policy(self, config: Config, policy: Any, train: Any) -> tuple:

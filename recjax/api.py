@@ -31,6 +31,7 @@ from recjax.config import (
     EvaluationConfig,
     FileTask,
     RolloutConfig,
+    TaskConfig,
     make_config,
 )
 from recjax.config.fields import ConfigBlock, value_of
@@ -50,9 +51,13 @@ from recjax.rewards.reward import named_weights, passed_name
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.rollout.plan import power_of_two
 from recjax.runs.checkpoint import steps_of
+from recjax.runs.export import export_checkpoint
 from recjax.runs.folder import is_finished
-from recjax.runs.policies import export_checkpoint, open_policy, run_config, sampled_rows
-from recjax.runs.start import STOPPED, train
+from recjax.runs.policies import open_policy
+from recjax.runs.sampled_rows import sampled_rows
+from recjax.runs.start import train
+from recjax.runs.stopping import STOPPED
+from recjax.runs.stored_runs import run_config
 from recjax.runtime.cache import keep_compiled_programs
 from recjax.runtime.console import show_messages
 from recjax.runtime.files import digest
@@ -95,11 +100,13 @@ def _check_keys(options: Mapping[str, Any], read: Sequence[str]) -> None:
 
 
 def _checked(prompts: str | AnyPrompts) -> list[str | list[dict[str, Any]]]:
-    numbered = enumerate([prompts] if isinstance(prompts, str) else prompts)
-    return [
-        prompt if isinstance(prompt, str) else checked_messages(prompt, f"prompt {number}")
-        for number, prompt in numbered
-    ]
+    """The prompts, one or several, with chats whose messages have roles and contents."""
+    if isinstance(prompts, str):
+        return [prompts]
+    checked: list[str | list[dict[str, Any]]] = []
+    for number, prompt in enumerate(prompts):
+        checked.append(prompt if isinstance(prompt, str) else checked_messages(prompt, f"prompt {number}"))
+    return checked
 
 
 def run(
@@ -169,33 +176,13 @@ def _with_task(
     for name in keys.keys() & _TRAINER.keys():
         raise UserError(name, f"recjax.run takes {_TRAINER[name]} instead", "docs/coming_from.md lists other names")
     keys = {name: str(value) if isinstance(value, Path) else value for name, value in keys.items()}
-    if isinstance(weights := keys.get("task.reward_weights"), list | tuple):
+    weights = keys.get("task.reward_weights")
+    if isinstance(weights, list | tuple):
         keys["task.reward_weights"] = named_weights(reward, weights)
-    if isinstance(config, Config):
-        config = config.replace(**keys) if keys else config
-    else:
-        if isinstance(config, str | Path):
-            config = config_file(config)
-        source = str(config) if isinstance(config, Path) else "config"
-        values = read_yaml_file(config) if isinstance(config, Path) else {} if config is None else config
-        if not isinstance(values, Mapping):
-            raise UserError("config", "takes a Config, a dict of its values or a YAML file", value=config)
-        config = make_config({"output": _UNNAMED} | dict(values), keys, source)
+    config = _config_of(config, keys)
     task = config.task
-    splits = problems if isinstance(problems, Mapping) else {"train": problems}
     if problems is not None:
-        if "train" not in splits or not splits.keys() <= {"train", "evaluation", "test"}:
-            split_names = ", ".join(map(repr, splits))
-            remedy = "for columns, pass pandas.DataFrame(problems)"
-            raise UserError(
-                "problems",
-                "takes rows, or a mapping with train and evaluation (or test)",
-                f"got {split_names:.200}; {remedy}",
-            )
-        if task.file is None or task.file.train.partition(":")[0] != PASSED:
-            raise UserError("problems", f"the config has the task {task.chosen()}", "remove it, or pass no problems")
-        names = {"evaluation" if name == "test" else name: keep_rows(rows) for name, rows in splits.items()}
-        task = task.model_copy(update={"file": task.file.model_copy(update=names)})
+        task = _with_problems(task, problems)
     if reward is not None:
         if task.reward is not None and not task.reward.startswith(PYTHON):
             raise UserError("reward", f"the config has task.reward = {task.reward!r}", "remove it, or pass no reward")
@@ -208,6 +195,43 @@ def _with_task(
     fixed = {name: value for name, value in values.items() if not isinstance(value, ConfigBlock)}
     model = Path(config.model.path or config.model.run or config.model.adapter or "decoder").name
     return config.replace(output=f"runs/{model}-{digest(repr(fixed).encode())[:8]}")
+
+
+def _config_of(config: Config | Mapping[str, Any] | str | Path | None, keys: Mapping[str, Any]) -> Config:
+    """The config of a call of `run`, with `keys` over its values; `output` is _UNNAMED if neither names it."""
+    if isinstance(config, Config):
+        return config.replace(**keys) if keys else config
+    source = "config"
+    values: Any = config
+    if config is None:
+        values = {}
+    elif isinstance(config, str | Path):
+        path = config_file(config)
+        source = str(path)
+        values = read_yaml_file(path)
+    if not isinstance(values, Mapping):
+        raise UserError("config", "takes a Config, a dict of its values or a YAML file", value=config)
+    return make_config({"output": _UNNAMED} | dict(values), keys, source)
+
+
+def _with_problems(task: TaskConfig, problems: Any) -> TaskConfig:
+    """The task with names for the problems that a program passes."""
+    splits = {"train": problems}
+    if isinstance(problems, Mapping):
+        splits = problems
+    if "train" not in splits or not splits.keys() <= {"train", "evaluation", "test"}:
+        names = ", ".join(map(repr, splits))
+        raise UserError(
+            "problems",
+            "takes rows, or a mapping with train and evaluation (or test)",
+            f"got {names:.200}; for columns, pass pandas.DataFrame(problems)",
+        )
+    if task.file is None or task.file.train.partition(":")[0] != PASSED:
+        raise UserError("problems", f"the config has the task {task.chosen()}", "remove it, or pass no problems")
+    files = {}
+    for name, rows in splits.items():
+        files["evaluation" if name == "test" else name] = keep_rows(rows)
+    return task.model_copy(update={"file": task.file.model_copy(update=files)})
 
 
 def open_run(folder: str | Path, reward: Callable | Sequence[Callable] | None = None) -> "Result":
@@ -249,9 +273,13 @@ class Result:
     def summary(self) -> dict[str, Any] | None:
         """Accuracy before and after training, and the costs; None before the end of the run."""
         path = self.folder / "summary.json"
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not path.is_file():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
         # A continued run keeps its earlier summary until the new end.
-        return content if content.get("steps") == self.config.training.steps else None
+        if content.get("steps") != self.config.training.steps:
+            return None
+        return content
 
     @functools.cached_property
     def policy(self) -> "TrainedPolicy":
@@ -295,8 +323,10 @@ class TrainedPolicy:
         self.step = self._opened.version
 
     def _mesh(self) -> contextlib.AbstractContextManager:
-        is_alone = jax.sharding.get_mesh().empty
-        return jax.set_mesh(make_mesh(self._config.mesh)) if is_alone else contextlib.nullcontext()
+        """A context with the mesh of the run; with the mesh in context, if there is one."""
+        if jax.sharding.get_mesh().empty:
+            return jax.set_mesh(make_mesh(self._config.mesh))
+        return contextlib.nullcontext()
 
     def sample(self, prompts: AnyPrompts, samples: int = 1, *, seed: int = 0, **rollout: Any) -> list[Completion]:
         """Samples completions; `text` is a completion's text, and `rows[0]` has its tokens and log-probs.
@@ -328,8 +358,18 @@ class TrainedPolicy:
             encoded = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)
             keys = row_keys(jax.random.key(seed), len(problems) * samples)
             longest = settings.max_completion_tokens
-            arguments = policy, self._opened.params, encoded, keys, samples, longest, sampling
-            groups = sample_groups(*arguments, name="sample", source=self._opened.name, version=self.step)
+            groups = sample_groups(
+                policy,
+                self._opened.params,
+                encoded,
+                keys,
+                samples,
+                max_tokens=longest,
+                sampling=sampling,
+                name="sample",
+                source=self._opened.name,
+                version=self.step,
+            )
         return [completion for group in groups for completion in group.completions]
 
     def score(self, prompts: AnyPrompts, completions: Sequence[str | Completion], **sampling: Any) -> list[np.ndarray]:
@@ -367,10 +407,10 @@ class TrainedPolicy:
             batch_rows = -(-rollout.prompts_per_step * rollout.group_size // shards) * shards
             shape = Shape(batch_rows, 1, *map(power_of_two, longest))
             chunk = self._config.model.logprob_chunk
-            arguments = groups, shape, self._opened.policy, self._opened.params, Sampling(**sampling), chunk
-            logprobs: list[Any] = [
-                group.completions[0].rows[0].behavior_logprobs for group in with_logprobs(*arguments)
-            ]
+            scored = with_logprobs(
+                groups, shape, self._opened.policy, self._opened.params, sampling=Sampling(**sampling), chunk=chunk
+            )
+            logprobs: list[Any] = [group.completions[0].rows[0].behavior_logprobs for group in scored]
             return logprobs
 
     def evaluate(
@@ -415,7 +455,7 @@ class TrainedPolicy:
     def export(self, folder: str | Path, dtype: str = "float32", adapters: bool = False) -> Path:
         """Writes a folder that transformers and other programs load, and returns it.
 
-        `recjax.runs.policies.export_checkpoint` describes the arguments.
+        `recjax.runs.export.export_checkpoint` describes the arguments.
         """
         export_checkpoint(self._run, Path(folder), self.step, dtype, adapters)
         return Path(folder)

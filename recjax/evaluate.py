@@ -26,9 +26,11 @@ from recjax.errors import UserError
 from recjax.hub.chat_rendering import CHAT_DATE, TEMPLATE_KWARGS
 from recjax.models.trainable import fingerprint
 from recjax.plots.samples import draw_evaluation
-from recjax.runs.folder import check_processes, differences
-from recjax.runs.policies import OpenedPolicy, open_policy, sampled_rows
+from recjax.runs.folder import check_processes
+from recjax.runs.policies import OpenedPolicy, open_policy
 from recjax.runs.prepare import check_problems
+from recjax.runs.sampled_rows import sampled_rows
+from recjax.runs.spec import changes, in_words
 from recjax.runtime import hosts
 from recjax.runtime.cache import keep_compiled_programs
 from recjax.runtime.console import command, define_process_flags, plain_console, start
@@ -158,8 +160,10 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
         stored_settings = read_yaml_file(stored)
         if not isinstance(stored_settings, dict):
             raise UserError(stored, "is damaged (no keys and values)", "name another folder with --output")
-        if changed := differences(decides, stored_settings, {"model"}):
-            raise UserError(folder, f"holds another evaluation ({changed})", "name another folder with --output")
+        if changed := changes(stored_settings, decides, ignored={"model"}):
+            raise UserError(
+                folder, f"holds another evaluation ({in_words(changed)})", "name another folder with --output"
+            )
     # An interrupted evaluation leaves these files.
     elif names - {stored.name, partial_of(stored.name), partial_of("samples.parquet")}:
         raise UserError(folder, "holds other files than an evaluation's", "name another folder with --output")

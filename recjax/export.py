@@ -19,7 +19,7 @@ from recjax.errors import UserError
 from recjax.hub.export import COMPANION_FILES, DTYPES, check_output, export_model
 from recjax.hub.tokenizers import model_folder
 from recjax.hub.weights import load_pretrained
-from recjax.runs.policies import export_checkpoint
+from recjax.runs.export import export_checkpoint
 from recjax.runtime.console import command, start
 
 FLAGS = flags.FLAGS

@@ -39,9 +39,12 @@ from recjax.remote.server import Address, read_keys
 from recjax.rewards.custom import Answered
 from recjax.rewards.pool import Grading
 from recjax.rollout.collecting import Grades
-from recjax.runs.folder import check_processes, code_digests
-from recjax.runs.policies import for_sampling, open_policy, run_config, with_start
+from recjax.runs.folder import check_processes
+from recjax.runs.policies import for_sampling, open_policy
 from recjax.runs.prepare import check_problems, prepare, untrained
+from recjax.runs.provenance import code_digests
+from recjax.runs.resolve import resolve_start
+from recjax.runs.stored_runs import run_config
 from recjax.runtime import hosts
 from recjax.runtime.cache import keep_compiled_programs
 from recjax.runtime.clocks import PhaseSeconds
@@ -75,7 +78,7 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
         UserError: the checkpoint is missing, or the task or the store cannot be read.
     """
     check_processes(config)
-    config = config if run else with_start(config)
+    config = config if run else resolve_start(config)
     stored_ids = known_ids(location)
     model = config.model
     name = None

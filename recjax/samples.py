@@ -19,7 +19,7 @@ from absl import flags
 from recjax.errors import UserError
 from recjax.logs.kept_samples import folder_of
 from recjax.runs.folder import is_finished
-from recjax.runs.policies import run_config
+from recjax.runs.stored_runs import run_config
 from recjax.runtime.console import command, start
 from recjax.runtime.files import json_text, write_whole
 from recjax.tasks.reading import read_file

@@ -29,7 +29,8 @@ from recjax.models.placement import put_params
 from recjax.remote.server import KEY_VARIABLE, read_keys
 from recjax.rollout.requests import Weights
 from recjax.runs.followed_run import FollowedRun
-from recjax.runs.policies import for_sampling, open_policy, run_config
+from recjax.runs.policies import for_sampling, open_policy
+from recjax.runs.stored_runs import run_config
 from recjax.runtime.cache import keep_compiled_programs
 from recjax.runtime.console import command, start
 from recjax.store.database import store_name

@@ -13,7 +13,7 @@ from recjax import evaluate as command
 from recjax.config import TaskConfig, load_config
 from recjax.evaluate import evaluate, seen_in_training, split_arguments
 from recjax.export import export
-from recjax.runs import policies
+from recjax.runs import sampled_rows
 from recjax.tasks.loading import load_task
 from tests import commands
 from tests.training.counting import MovingLearner, prepared_batch, sampled_by
@@ -126,7 +126,7 @@ def test_a_checkpoint_and_its_export_give_the_same_numbers_and_an_older_one_othe
 def test_killed_or_finished_and_started_again_equals_straight_through(finished, tmp_path, monkeypatch):
     folder, config = finished
     evaluate(config(), str(folder / "run"), str(tmp_path / "straight"))
-    rounds, scored = policies.sample_rows, []
+    rounds, scored = sampled_rows.sample_rows, []
 
     def dies_in_the_third_round(done):
         scored.append(done.first)
@@ -134,7 +134,7 @@ def test_killed_or_finished_and_started_again_equals_straight_through(finished, 
             raise KeyboardInterrupt
         return rounds(done)
 
-    monkeypatch.setattr(policies, "sample_rows", dies_in_the_third_round)
+    monkeypatch.setattr(sampled_rows, "sample_rows", dies_in_the_third_round)
     with pytest.raises(KeyboardInterrupt):
         evaluate(config(), str(folder / "run"), str(tmp_path / "killed"))
     assert {file.name for file in (tmp_path / "killed").iterdir()} == {"config.yaml"}

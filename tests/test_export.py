@@ -22,6 +22,7 @@ from recjax.models.logprobs import Sampling
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params, unflatten
 from recjax.rollout.collecting import row_keys, sample_groups
 from recjax.runs import checkpoint, policies
+from recjax.runs import export as run_export
 from recjax.runs.policies import open_policy
 from recjax.runs.prepare import prepare
 from recjax.training.update import TrainState, make_optimizer
@@ -203,16 +204,16 @@ def test_an_export_ends_its_turns_as_the_run_did(tmp_path, monkeypatch, caplog):
     policy, equals = policy_alone(config, ""), tokenizer.convert_tokens_to_ids("=")
     assert policy.stop_ids == (0, equals)
     opened = policies.OpenedPolicy("run", policy, params, 2, config)
-    monkeypatch.setattr(policies, "open_policy", lambda run, step: opened)
-    policies.export_checkpoint(tmp_path / "run", tmp_path / "out", None, "float32")
+    monkeypatch.setattr(run_export, "open_policy", lambda run, step: opened)
+    run_export.export_checkpoint(tmp_path / "run", tmp_path / "out", None, "float32")
     assert listed_eos(tmp_path / "out") == [0, equals] and listed_eos(tmp_path / "base") == [0]
 
     leaves = flatten(abstract_params(adapted(shape, config.model.lora)))
     adapters = unflatten({path: np.zeros(leaf.shape, np.float32) for path, leaf in leaves.items() if is_adapter(path)})
-    monkeypatch.setattr(policies, "run_config", lambda run: config)
-    monkeypatch.setattr(policies, "_whole_step", lambda *_: 2)
-    monkeypatch.setattr(policies, "_restored", lambda *_: adapters)
-    policies.export_checkpoint(tmp_path / "run", tmp_path / "adapters", None, "float32", adapters=True)
+    monkeypatch.setattr(run_export, "run_config", lambda run: config)
+    monkeypatch.setattr(policies, "whole_step", lambda *_: 2)
+    monkeypatch.setattr(run_export, "read_trained", lambda *_: adapters)
+    run_export.export_checkpoint(tmp_path / "run", tmp_path / "adapters", None, "float32", adapters=True)
     note = "Completions also end at ['='], which the base model's eos_token_id does not have: pass eos_token_id=[0, "
     assert note in caplog.text and note in (tmp_path / "adapters" / "README.md").read_text()
 

@@ -28,7 +28,7 @@ from recjax.planning import dry_run
 from recjax.rewards import reward_model
 from recjax.rewards.custom import Answered, custom_parts
 from recjax.rewards.reward import load_reward
-from recjax.runs import policies, sources, warm_start
+from recjax.runs import policies, sources, stored_runs, warm_start
 from recjax.runtime import console
 from recjax.store import following, store, stored, tokenize
 from recjax.store.store import Store
@@ -121,7 +121,7 @@ def a_policy():
 
 # The function that fails, and the call that reaches it.
 SITES = {
-    "a run's config": (policies, "make_config", lambda folder, config: policies.run_config(run_folder(folder))),
+    "a run's config": (stored_runs, "make_config", lambda folder, config: stored_runs.run_config(run_folder(folder))),
     "a policy": (policies, "_untrained_policy", lambda folder, config: policies.open_policy(str(folder), config)),
     "a store": (stored, "load_groups", lambda folder, config: stored.load_stored(with_store(config), a_policy())),
     "a store's row": (store, "record_of", lambda folder, config: stored_row(folder).read([1])),

@@ -23,6 +23,7 @@ from recjax.models.trainable import combine
 from recjax.rollout.collecting import row_keys, sample_groups, submit
 from recjax.rollout.decoding import sample_tokens
 from recjax.runs import checkpoint
+from recjax.runs.spec import spec_of
 from recjax.runs.start import begin
 from recjax.runtime.cache import keep_compiled_programs
 from recjax.runtime.memory import SETTLING_STEPS, close_gaps
@@ -71,7 +72,9 @@ def prepare(inputs: Inputs) -> System:
         setattr(importlib.import_module(module), name, value)
     config, lines = read_config(inputs)
     jax.set_mesh(make_mesh(config.mesh))
-    begun, state = begin(config, overwrite=True, learner=DrawingLearner() if inputs.shape["is_drawn"] else None)
+    begun, state = begin(
+        spec_of(config), overwrite=True, learner=DrawingLearner() if inputs.shape["is_drawn"] else None
+    )
     run, learner, _, manager = begun
     held, recipe = {"state": state, "steps": 0}, recipe_of(config, run.policy.decoder)
     sampling, numbers = config.rollout.sampling(), hyperparameters_of(config, config.optimizer.learning_rate)

@@ -30,7 +30,8 @@ from recjax.analysis.compare import final
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.errors import UserError
 from recjax.plots.style import finish, new_figure
-from recjax.runs.folder import is_finished, starts
+from recjax.runs.folder import is_finished
+from recjax.runs.stored_runs import starts
 from recjax.runtime.console import command, start
 from recjax.sweep import cores, run_all
 

@@ -19,7 +19,8 @@ from recjax.config.yaml_values import read_yaml_file
 from recjax.logs.metrics import read_metrics
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import save_figure
-from recjax.runs.folder import base_policy, is_finished, starts
+from recjax.runs.folder import is_finished
+from recjax.runs.stored_runs import base_policy, starts
 from recjax.runtime.console import command
 
 FLAGS = flags.FLAGS

@@ -15,7 +15,7 @@ from pandas.api.types import is_numeric_dtype
 from recjax.analysis.sweeps import SweepRun, read_sweep
 from recjax.errors import UserError
 from recjax.logs.metrics import read_metrics
-from recjax.runs.folder import base_policy
+from recjax.runs.stored_runs import base_policy
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from recjax.analysis.statistics import estimate, seed_means, sign_flip_p
 from recjax.config.yaml_values import read_yaml_file
 from recjax.errors import UserError
 from recjax.logs.metrics import read_metrics
-from recjax.runs.folder import base_policy, starts
+from recjax.runs.stored_runs import base_policy, starts
 
 ACCURACY = "evaluation/accuracy"
 REWARD = "evaluation/reward"  # compared if no part of the reward is a verdict

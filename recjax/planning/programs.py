@@ -33,7 +33,8 @@ from recjax.models.placement import ROWS, bytes_on_device, laid_out, laid_out_by
 from recjax.models.trainable import adapted, combine, in_compute_dtype, split_params
 from recjax.planning.sampling import Executable, SamplingPlan, sampling_executables, sampling_of
 from recjax.planning.targets import Target
-from recjax.runs.policies import check_teacher, teacher_decoder, teacher_shape, with_start
+from recjax.runs.other_models import check_teacher, teacher_decoder, teacher_shape
+from recjax.runs.resolve import resolve_start
 from recjax.tasks.loading import load_task
 from recjax.tasks.problems import Task, characters
 from recjax.tasks.prompts import prompts_of
@@ -106,7 +107,7 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     Raises:
         UserError: an invalid config.
     """
-    config = with_start(config)
+    config = resolve_start(config)
     notes = []
     missing = []
     model = None

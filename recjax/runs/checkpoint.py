@@ -25,7 +25,6 @@ from recjax.logs.metrics import MetricsWriter, read_metrics
 from recjax.models.placement import on_host, put_rows
 from recjax.runs.lock import RunLock
 from recjax.runtime import files, hosts
-from recjax.runtime.cache import cache_folder
 from recjax.runtime.clocks import PhaseSeconds
 from recjax.runtime.files import short_error
 from recjax.runtime.literal_path import LiteralPath
@@ -58,12 +57,16 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
     """
     waiting, queue = to_plain(state.queue)
     groups = groups_to_bytes(waiting)
-    plain = {"format": CHECKPOINT_FORMAT, "step": state.step, "version": state.version, "source": state.source}
-    plain["queue"] = queue
-    items = {
-        "state": ocp.args.StandardSave(state.trained),
-        "progress": ocp.args.JsonSave({**plain, "totals": state.totals, "groups": len(groups)}),
+    plain = {
+        "format": CHECKPOINT_FORMAT,
+        "step": state.step,
+        "version": state.version,
+        "source": state.source,
+        "queue": queue,
+        "totals": state.totals,
+        "groups": len(groups),
     }
+    items = {"state": ocp.args.StandardSave(state.trained), "progress": ocp.args.JsonSave(plain)}
     if state.behavior_params is not None:
         items[COPY] = ocp.args.StandardSave(state.behavior_params)
     if state.groups:
@@ -87,7 +90,9 @@ def save(manager: ocp.CheckpointManager, state: State, training: TrainingConfig,
             "free space, or allow writing there; the same command then resumes from the previous checkpoint",
         ) from error
     hosts.wait_for_all("the checkpoint's manifest")
-    best = training.keep_best and hosts.from_first(lambda: best_step(folder.parent, training.keep_best))
+    best = None
+    if training.keep_best:
+        best = hosts.from_first(lambda: best_step(folder.parent, training.keep_best))
     for step in sorted(manager.all_steps())[: -training.keep_checkpoints]:
         if step != best and step not in older:
             manager.delete(step)
@@ -143,14 +148,20 @@ def best_step(run: Path, metric: str) -> int:
     rows = read_metrics(run / "metrics.jsonl")
     steps = steps_of(run / "checkpoints")
     values = {row["step"]: row[name] for row in rows if row["step"] in steps and name in row}
-    known = sorted({key for row in rows for key, value in row.items() if isinstance(value, int | float)})
     # Only evaluations have metrics before the first step.
     if not values and (len(rows) > 1 or name.startswith("evaluation/")):
+        numbers = set()
+        for row in rows:
+            numbers.update(key for key, value in row.items() if isinstance(value, int | float))
+        known = sorted(numbers)
         raise UserError(
             f"metric {metric!r} (training.keep_best)",
             f"no checkpoint's step has it{did_you_mean(name, known)}; the run has {', '.join(known)}",
         )
-    return max(values, key=lambda step: -values[step] if metric != name else values[step], default=0)
+    if not values:
+        return 0
+    choose = min if metric.startswith("-") else max
+    return choose(values, key=values.__getitem__)
 
 
 def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params: dict) -> State:
@@ -172,13 +183,17 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
             "has the format of another version of recjax",
             "resume the run with the recjax that wrote it, or give another output=…",
         )
-    copied, in_batch = ((Path(manager.directory) / str(step) / item).exists() for item in (COPY, BATCH))
-    items = {
-        "state": ocp.args.StandardRestore(trained),
-        **({COPY: ocp.args.StandardRestore(behavior_params)} if copied else {}),
-        **({BATCH: ocp.args.StandardRestore()} if in_batch else {}),
-        **({"groups": ocp.args.StandardRestore()} if plain["groups"] else {}),
-    }
+    folder = Path(manager.directory) / str(step)
+    has_copy = (folder / COPY).exists()
+    has_batch = (folder / BATCH).exists()
+    has_groups = plain["groups"] > 0
+    items = {"state": ocp.args.StandardRestore(trained)}
+    if has_copy:
+        items[COPY] = ocp.args.StandardRestore(behavior_params)
+    if has_batch:
+        items[BATCH] = ocp.args.StandardRestore()
+    if has_groups:
+        items["groups"] = ocp.args.StandardRestore()
     try:
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:
@@ -186,23 +201,31 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
         raise UserError(
             name, f"cannot be read ({short_error(error)})", "if the model or the problems have changed, restore them"
         ) from error
-    groups = np.asarray(restored["groups"]["parquet"]).tobytes() if plain["groups"] else b""
-    batch = restored[BATCH] if in_batch else {}
-    return State(
+    waiting = b""
+    if has_groups:
+        waiting = np.asarray(restored["groups"]["parquet"]).tobytes()
+    state = State(
         step=step,
         trained=restored["state"],
-        behavior_params=restored[COPY] if copied else None,
-        version=plain["version"] if copied else step,
-        queue=from_plain(groups_from_bytes(groups), plain["queue"]),
+        behavior_params=None,
+        version=step,
+        queue=from_plain(groups_from_bytes(waiting), plain["queue"]),
         source=plain["source"],
         totals=plain["totals"],
-        groups=tuple(groups_from_bytes(np.asarray(batch["groups"]).tobytes())) if batch else (),
-        proximal_logprobs=put_rows(batch.get("proximal_logprobs")),
     )
+    if has_copy:
+        state = state._replace(behavior_params=restored[COPY], version=plain["version"])
+    if has_batch:
+        batch = restored[BATCH]
+        state = state._replace(
+            groups=tuple(groups_from_bytes(np.asarray(batch["groups"]).tobytes())),
+            proximal_logprobs=put_rows(batch.get("proximal_logprobs")),
+        )
+    return state
 
 
 def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average: bool = False) -> optax.OptState:
-    """The optimizer state of a checkpoint, whose learning rate schedule begins again.
+    """The optimizer state of a checkpoint, whose learning rate schedule starts again.
 
     Args:
         fresh: state before a first step, on the devices.
@@ -224,16 +247,14 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
             f"its optimizer state does not fit ({short_error(error)})",
             "set optimizer.state=new to begin with a new state",
         ) from error
-    begins = (optax.ScaleByScheduleState, Averaged) if new_average else optax.ScaleByScheduleState
-    is_new = lambda node: isinstance(node, begins)  # noqa: E731
-    return jax.tree.map(lambda new, old: new if is_new(new) else old, fresh, state, is_leaf=is_new)
+    fresh_parts: tuple[type, ...] = (optax.ScaleByScheduleState,)
+    if new_average:
+        fresh_parts = (optax.ScaleByScheduleState, Averaged)
 
+    def is_fresh(node: Any) -> bool:
+        return isinstance(node, fresh_parts)
 
-def split_step(source: str | Path) -> tuple[Path, str | None]:
-    """The folder of a run and the name of its checkpoint, a step or "best", from RUN or RUN/checkpoints/NAME."""
-    path = Path(source)
-    is_checkpoint = path.parent.name == "checkpoints" and (path.name.isdecimal() or path.name == "best")
-    return (path.parents[1], path.name) if is_checkpoint else (path, None)
+    return jax.tree.map(lambda new, old: new if is_fresh(new) else old, fresh, state, is_leaf=is_fresh)
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -261,52 +282,12 @@ def progress(folder: Path, step: int) -> dict[str, Any]:
     return content
 
 
-def check_data(config: Config, step: int, data: dict[str, str], output: Path | None = None) -> None:
-    """Refuses to resume with other data than the run began with.
-
-    Args:
-        step: step of the checkpoint; without digests, as older versions wrote it, nothing is refused.
-        output: folder of a stage of the run; None: the run's own.
-        data: result of `data_digests`.
-    Raises:
-        UserError: a store or problems have changed.
-    """
-    known = progress((output or Path(config.output)) / "checkpoints", step).get("totals", {}).get("data", {})
-    rates = f" and the pass rates in {cache_folder('pass_rates')}" if config.task.keep else ""
-    changed = [
-        f"{name} ({known[name]} then, {digest} now)"
-        for name, digest in data.items()
-        if known.get(name, digest) != digest
-    ]
-    if changed:
-        raise UserError(
-            problem=(
-                f"data changed since this run began, in prompts, answers or other content: {'; '.join(changed)}."
-                f" Restore the data{rates}, or continue with the new data in a new run: another output=… with"
-                f" model.run={config.output!r}"
-            )
-        )
-
-
-def check_weight_digests(config: Config, step: int, weights: dict[str, str], read: bool) -> None:
-    """Compares the weights that a run reads and does not keep in its checkpoints with those that it began with.
-
-    Args:
-        step: step of the checkpoint; a digest that it does not know is not compared.
-        weights: result of `weight_digests`.
-        read: True if the run still reads parameters of its initial policy.
-    Raises:
-        UserError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
-            if the run reads them no more, a warning names them instead.
-    """
-    known = progress(Path(config.output) / "checkpoints", step).get("totals", {}).get("weights", {})
-    changed = [name for name, digest in weights.items() if known.get(name, digest) != digest]
-    for name in changed:
-        words = f"{name}: the weights changed since this run began ({known[name]} then, {weights[name]} now)"
-        is_stored = config.warm_start is None and (config.model.path is not None or config.model.run is not None)
-        if name != BASE or (read and is_stored):
-            raise UserError(problem=words, remedy="restore them, or begin again with --overwrite or another output=…")
-        logger.warning("%s; the run keeps the weights of its checkpoint", words)
+def newest_totals(manager: ocp.CheckpointManager) -> dict[str, Any]:
+    """The totals in the newest checkpoint; empty if there is no checkpoint."""
+    step = manager.latest_step()
+    if step is None:
+        return {}
+    return progress(Path(manager.directory), step).get("totals", {})
 
 
 def newest_whole(folder: Path) -> tuple[int | None, dict[int, str]]:
@@ -333,23 +314,32 @@ def set_damaged_aside(folder: Path) -> None:
     refused = None
     if hosts.is_first() and folder.is_dir():
         for unfinished in folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(unfinished)  # its process is dead, since this process holds the lock
+            shutil.rmtree(unfinished)  # Its process is dead, since this process holds the lock.
         whole, damaged = newest_whole(folder)
+        consequence = f"the run resumes from the checkpoint of step {whole}"
+        if whole is None:
+            consequence = "the run starts again"
         if whole is None and damaged.keys() - {0}:
             refused = none_whole(folder, damaged)
         else:
             for step, reason in damaged.items():
-                damaged_folder = folder.parent / "damaged"
-                damaged_folder.mkdir(exist_ok=True)
-                names = [str(step), *(f"{step}-{number}" for number in range(2, 10_000))]
-                aside = next(damaged_folder / name for name in names if not (damaged_folder / name).exists())
-                (folder / str(step)).rename(aside)
-                back = (
-                    "the run starts again" if whole is None else f"the run resumes from the checkpoint of step {whole}"
-                )
-                logger.warning("checkpoint of step %d: %s; moved to %s, and %s", step, reason, aside, back)
+                aside = _moved_aside(folder / str(step))
+                logger.warning("checkpoint of step %d: %s; moved to %s, and %s", step, reason, aside, consequence)
     if hosts.any_says(refused is not None):
         raise refused or UserError(folder, "no checkpoint is whole", "see the log of process 0")
+
+
+def _moved_aside(checkpoint: Path) -> Path:
+    """Moves a checkpoint to `damaged/` in the run folder; returns the new path, numbered if the name exists there."""
+    damaged_folder = checkpoint.parents[1] / "damaged"
+    damaged_folder.mkdir(exist_ok=True)
+    aside = damaged_folder / checkpoint.name
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = damaged_folder / f"{checkpoint.name}-{number}"
+    checkpoint.rename(aside)
+    return aside
 
 
 def none_whole(folder: Path, damaged: dict[int, str]) -> UserError:

@@ -33,6 +33,7 @@ from recjax.models.trainable import combine, split_params
 from recjax.runs import checkpoint
 from recjax.runs.checkpoint import Saver
 from recjax.runs.lock import NAME, RunLock
+from recjax.runs.spec import check_data
 from recjax.runs.warm_start import FOLDER
 from recjax.runtime.clocks import PhaseSeconds
 from recjax.sources.setup import Demonstrations, Setup
@@ -78,7 +79,7 @@ def train_on_demonstrations(
         del trained
         del params
         if first is not None:
-            checkpoint.check_data(setup.config, first, data, folder)
+            check_data(setup.config, checkpoint.newest_totals(manager).get("data", {}), data)
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, learner.kept(state.trained, first))
             jax.tree.map(lambda leaf: leaf.delete(), state.trained)  # the restored arrays need its memory
             state = checkpoint.restore(manager, like, {})
@@ -90,10 +91,10 @@ def train_on_demonstrations(
             shown = stage.demonstrations
             assert shown is not None
             run = Run(
-                config,
-                config.algorithm.build(),
-                shown.shape,
-                stage.settings,
+                config=config,
+                algorithm=config.algorithm.build(),
+                shape=shown.shape,
+                settings=stage.settings,
                 part_weights=None,
                 failures={},
                 source=_Demonstrations(stage),
@@ -151,6 +152,7 @@ class _SupervisedLearner(Learner):
     """Evaluates the loss on the held-out demonstrations instead of sampled answers."""
 
     def __init__(self, demonstrations: Demonstrations):
+        super().__init__()
         self._demonstrations = demonstrations
 
     def kept(self, trained: TrainState, step: int) -> TrainState:

@@ -13,8 +13,9 @@ from recjax.config import Config
 from recjax.hub.policy import Policy
 from recjax.rollout.requests import Weights
 from recjax.runs.checkpoint import progress, steps_of
-from recjax.runs.folder import check_config_file
-from recjax.runs.policies import checkpoint_reader, run_config
+from recjax.runs.policies import checkpoint_reader
+from recjax.runs.spec import check_config_file
+from recjax.runs.stored_runs import run_config
 from recjax.runtime.files import MANIFEST, check_manifest
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,9 @@ class FollowedRun:
                 check_manifest(self._folder / str(step))
                 checkpoint_progress = progress(self._folder, step)
                 assert self._config is not None and self._read_params is not None
-                check_config_file(self._run, self._config, checkpoint_progress)
-                weights = Weights(self._read_params(step), step, checkpoint_progress.get("totals", {}).get("run"))
+                totals = checkpoint_progress.get("totals", {})
+                check_config_file(self._run, self._config, totals.get("config"))
+                weights = Weights(self._read_params(step), step, totals.get("run"))
             except Exception as error:  # Orbax raises its own exception types
                 if stamp not in self._stamps():
                     continue  # the run deleted it during the read

@@ -23,7 +23,7 @@ from recjax.runtime.files import writing
 NAME = "running.json"
 BEAT_SECONDS = 10.0  # interval between signs of life
 STALE_SECONDS = 60.0  # without a sign of life for this long, a holder whose lock cannot be seen counts as dead
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of file systems without locks
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # File systems without locks raise these errors.
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,8 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
                 if holder or locked is not False:
                     break
                 time.sleep(0.05)  # a holder that has just begun writes its name after it has the lock
-        # A lock that this process got proves the death of holders on this host. Another holder has shown life if the
-        # file is new; both times come from the file system, so this host's clock does not matter.
+        # If this process holds the lock, all earlier holders on this host are dead. A holder on another host has shown
+        # life if the file is new; both times come from the file system, so this host's clock does not matter.
         is_alive = locked is False
         if not is_alive and holder and not (locked and holder.host == socket.gethostname()):
             with tempfile.TemporaryFile(dir=output) as now:

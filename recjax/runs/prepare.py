@@ -22,8 +22,8 @@ from recjax.models.placement import row_shards
 from recjax.models.trainable import fingerprint, in_compute_dtype, split_params
 from recjax.rewards.pool import Grading
 from recjax.rewards.reward import MODEL, MixedReward, Reward
-from recjax.runs.folder import code_digests
 from recjax.runs.policies import initial_policy
+from recjax.runs.provenance import code_digests
 from recjax.runs.warm_start import load_demonstrations
 from recjax.runtime import hosts
 from recjax.runtime.clocks import PhaseSeconds
@@ -50,7 +50,7 @@ def prepare(
 
     Args:
         make_policy: `initial_policy`, or a function with its arguments and results.
-        reward: reward function that a program passed; None without one.
+        reward: reward function that a program passed; None if `task.reward` names it.
     Returns:
         The setup, and all of the initial policy's parameters in float32.
     Raises:
@@ -60,35 +60,37 @@ def prepare(
     with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
         task = load_task(config, function=reward)
     check_problems(config, task)
+
+    # Files: all errors of the task, the store and the demonstrations come before weights are read.
     policy = policy_alone(config, characters([*task.train, *task.evaluation]))
-    agents = Agents(config, policy) if config.task.agent else None
+    agents = None
+    if config.task.agent:
+        agents = Agents(config, policy)
     check_fits(jax.sharding.get_mesh(), policy.decoder.config)
     train, held_out = prompts_of(config, policy, task)
     warn_of_context(config, train.tokens.shape[1])
-    experience = config.experience
-    reads = experience is not None and not experience.follow and (experience.store or experience.mix)
-    stored = load_stored(config, policy) if reads else None
-    mix = None if experience is None else experience.mix
-    if stored and experience and not experience.regrade and not config.algorithm.build().reads("reward_parts"):
-        warn_of_other_weights(stored.groups, config.task, task.reward)
-    joins = stored is not None and mix is not None and mix.of == "group"
-    if joins:
-        assert stored is not None and mix is not None
+    stored = _load_store(config, policy, task.reward)
+    mix = None
+    if config.experience is not None:
+        mix = config.experience.mix
+    joins = mix is not None and mix.of == "group"
+    if stored is not None and mix is not None and joins:
         check_prompts(stored.groups, agents is not None, mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
-        split_params(abstract_params(policy.decoder.config), config.model)  # raises its errors before weights are read
+        split_params(abstract_params(policy.decoder.config), config.model)
     teacher_prompts = None
     if config.task.teacher_template:
         if stored is not None and stored.shape.group is None:
-            raise UserError(
-                _store_of(config), "has trajectories, which task.teacher_template does not support", "remove that key"
-            )
+            problem = "has trajectories, which task.teacher_template does not support"
+            raise UserError(_store_name(config), problem, "remove that key")
         teacher_prompts = TeacherPrompts(config, policy, train.problems)
-    demonstrations = load_demonstrations(config, policy)  # raises its errors before weights are read
-    if jax.process_count() > 1:  # before programs run, whose shapes depend on the data
+    demonstrations = load_demonstrations(config, policy)
+    if jax.process_count() > 1:  # Programs have shapes that depend on the data, so processes compare the data first.
         hosts.agree("data", data_digests(config, train, held_out, stored, demonstrations))
+
+    # Weights.
     policy, params = make_policy(config, policy, train)
     if config.task.keep:
         initial = in_compute_dtype(policy.decoder, params, copy=False)
@@ -96,17 +98,48 @@ def prepare(
         del initial
     if config.task.curriculum:
         train = train._replace(keys=[problem_key(problem.prompt, problem.answer) for problem in train.problems])
-    if stored and experience and experience.missing_logprobs == "initial":
-        initial = in_compute_dtype(policy.decoder, params, copy=False)
-        sampling = config.rollout.sampling()
-        options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
-        stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
+    if stored is not None and config.experience and config.experience.missing_logprobs == "initial":
+        groups = with_initial_logprobs(
+            stored.groups,
+            stored.shape,
+            policy,
+            in_compute_dtype(policy.decoder, params, copy=False),
+            config.rollout.sampling(),
+            config.model.logprob_chunk,
+        )
+        stored = stored._replace(groups=groups)
     phases.totals["prepare"] = phases.wall_seconds
-    others = ByPrompt(stored.groups, of_problems=agents is not None) if stored and joins else None
+
+    others = None
+    if stored is not None and joins:
+        others = ByPrompt(stored.groups, of_problems=agents is not None)
     grading = Grading(config, task.reward)
-    setup = Setup(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents)
-    judge = judge_of(config, grading.reward.weights)
-    return setup._replace(judge=judge, teacher_prompts=teacher_prompts), params
+    setup = Setup(
+        config=config,
+        policy=policy,
+        train=train,
+        held_out=held_out,
+        grading=grading,
+        phases=phases,
+        stored=stored,
+        others=others,
+        demonstrations=demonstrations,
+        agents=agents,
+        judge=judge_of(config, grading.reward.weights),
+        teacher_prompts=teacher_prompts,
+    )
+    return setup, params
+
+
+def _load_store(config: Config, policy: Policy, reward: Reward | MixedReward) -> Stored | None:
+    """The groups of the store at rest that the run trains on; None if the run has no such store."""
+    experience = config.experience
+    if experience is None or experience.follow or not (experience.store or experience.mix):
+        return None
+    stored = load_stored(config, policy)
+    if stored and not experience.regrade and not config.algorithm.build().reads("reward_parts"):
+        warn_of_other_weights(stored.groups, config.task, reward)
+    return stored
 
 
 def warn_of_context(config: Config, prompt_tokens: int) -> None:
@@ -134,7 +167,7 @@ def check_problems(config: Config, task: Task) -> None:
     hosts.agree("data", data_digests(config, train, held_out))
 
 
-def _store_of(config: Config) -> str:
+def _store_name(config: Config) -> str:
     """The store at rest whose groups the run trains on, alone or in a mix."""
     experience = config.experience
     assert experience is not None
@@ -154,17 +187,19 @@ def data_digests(
     """Digests of the data that a run reads, and that must stay the same until its end, by their names in messages."""
     digests = {}
     if stored:
-        digests[f"the experience store {_store_of(config)!r}"] = stored.digest
+        digests[f"the experience store {_store_name(config)!r}"] = stored.digest
     if demonstrations:
         digests[f"the demonstrations {config.demonstrations!r}"] = demonstrations.digest
-    of_evaluation = f"first {config.evaluation.most_problems} held-out"
+    evaluated = f"first {config.evaluation.most_problems} held-out"
     for name, task in config.task.tasks().items():
         block = getattr(task, task.chosen())
         block_key = f"task.mixture.{name}" if name else "task"
         train_file = getattr(block, "train", None)
-        other_file = getattr(block, "evaluation", None) or train_file
-        for kind, prompts, file in (("train", train, train_file), (of_evaluation, held_out, other_file)):
-            source = f"{block_key}.{task.chosen()}" + (f" = {file!r}" if file else "")
+        evaluation_file = getattr(block, "evaluation", None) or train_file
+        for kind, prompts, file in (("train", train, train_file), (evaluated, held_out, evaluation_file)):
+            source = f"{block_key}.{task.chosen()}"
+            if file:
+                source += f" = {file!r}"
             count = sum(problem.task == name for problem in prompts.problems)
             digests[f"the {kind} problems of {source}"] = f"{count} with digest {prompts_digest(prompts, name)}"
         reward = task.reward_name()
@@ -197,11 +232,16 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
 
 def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
     """A digest of everything that determines the pass rates."""
-    rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
+    if isinstance(reward, MixedReward):
+        rewards = list(reward.of.values())
+    else:
+        rewards = [reward]
     functions = []
     for task_reward in rewards:
-        is_list = isinstance(task_reward.function, tuple)
-        functions += task_reward.function if is_list else [task_reward.function]
+        if isinstance(task_reward.function, tuple):
+            functions += task_reward.function
+        else:
+            functions.append(task_reward.function)
     keep = config.task.keep
     assert keep is not None
     task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})

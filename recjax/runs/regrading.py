@@ -35,30 +35,33 @@ def known_problems(setup: Setup) -> Known:
     Raises:
         UserError: a prompt of the store has no known answer or column that its reward needs.
     """
-    # agents make prompts of their own
     known = {}
-    of_problems = setup.agents is not None
+    has_agents = setup.agents is not None  # Agents make prompts of their own, so a problem identifies the group.
     for prompts in (setup.held_out, setup.train):
-        for tokens, mask, text, problem in zip(*prompts[:4], strict=True):
+        rows = zip(prompts.tokens, prompts.mask, prompts.texts, prompts.problems, strict=True)
+        for tokens, mask, text, problem in rows:
             group = Group("", tokens[mask], (), problem.prompt, problem.answer)
-            known[content_of(group, of_problems)] = (text, problem)
+            known[content_of(group, has_agents)] = (text, problem)
     assert setup.stored is not None
     groups = setup.stored.groups
-    reward = setup.grading.reward
-    for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
-        task = group.completions[0].metadata.get("task")
-        # Grading refuses an unknown task.
-        reward_of_task = reward.of.get(str(task)) if isinstance(reward, MixedReward) else reward
-        if reward_of_task and group.answer is None and needs_answers(reward_of_task):
+    is_known = np.isin(groups.contents(has_agents), [signed_hash(content) for content in known])
+    for group in groups.chosen(~is_known):
+        reward = setup.grading.reward
+        if isinstance(reward, MixedReward):
+            # Grading refuses an unknown task.
+            reward = reward.of.get(str(group.completions[0].metadata.get("task")))
+        if reward is None:
+            continue
+        if group.answer is None and needs_answers(reward):
             raise UserError(
                 "experience.regrade",
                 f"group {group.id!r} asks {question_of(group.prompt)!r:.100}, but neither the task nor the store"
                 " has an answer to it",
                 "import it with its answer, or remove experience.regrade",
             )
-        if reward_of_task and reward_of_task.columns:
-            rows = f"for experience.regrade, group {group.id!r} of the store, which is no problem of the task, lacks"
-            check_signature(reward_of_task._replace(columns=()), rows)
+        if reward.columns:
+            words = f"for experience.regrade, group {group.id!r} of the store, which is no problem of the task, lacks"
+            check_signature(reward._replace(columns=()), words)
     return known
 
 
@@ -77,7 +80,9 @@ def regraded(setup: Setup, known: Known) -> Setup:
     hosts.wait_for_all("the grades of a store")
     assert setup.stored is not None
     stored = with_rewards(setup.stored, grader, setup.config)
-    others = ByPrompt(stored.groups, setup.agents is not None) if setup.others else None
+    others = None
+    if setup.others:
+        others = ByPrompt(stored.groups, setup.agents is not None)
     return setup._replace(stored=stored, others=others)
 
 
@@ -106,9 +111,8 @@ def _grade(setup: Setup, known: Known, grader: str) -> None:
 
     ungraded = rows()
     task = setup.config.task
-    size = (
-        setup.config.rollout.prompts_per_step * setup.config.rollout.group_size
-    )  # one batch at a time, as in training
+    # One batch at a time, as in training.
+    size = setup.config.rollout.prompts_per_step * setup.config.rollout.group_size
 
     def submitted() -> Iterator[tuple[list, Grades]]:
         while batch := list(itertools.islice(ungraded, size)):

@@ -1,11 +1,10 @@
 """Opens a run before its first step, or at its newest checkpoint, and trains."""
 
 import contextlib
-import inspect
+import functools
 import json
 import logging
 import signal
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,47 +12,34 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from recjax.config import Config, to_yaml
-from recjax.errors import UserError, shown
-from recjax.experience.batch import to_learn_from, with_part_weights
-from recjax.experience.packing import is_packed
 from recjax.experience.queue import Queue
 from recjax.hub.policy import Policy
 from recjax.logs.log import RunLog
 from recjax.logs.metrics import MetricsWriter, step_bar
 from recjax.logs.signs import Watched, look
 from recjax.logs.tracking import Trackers
-from recjax.models.experts import routing_shapes
-from recjax.models.logprobs import recorded_shapes
-from recjax.models.sampling import NOTHING_RECORDED
-from recjax.models.trainable import adapted, fingerprint, flatten, is_adapter
-from recjax.rollout.collecting import first_round_calls
+from recjax.models.trainable import fingerprint, flatten, is_adapter
 from recjax.rollout.compiling import BackgroundCompiler
-from recjax.rollout.programs import ProgramCall
 from recjax.runs import checkpoint
 from recjax.runs import lock as run_lock
 from recjax.runs.checkpoint import Saver
+from recjax.runs.compile_ahead import compile_sampling, compile_update
 from recjax.runs.demonstrations import train_on_demonstrations
-from recjax.runs.folder import check_processes, check_run_folder, open_run_folder, record_weights, with_chat_date
-from recjax.runs.policies import (
-    initial_policy,
-    load_teacher,
-    older_params,
-    reference_params,
-    with_pinned,
-    with_start,
-)
+from recjax.runs.folder import check_processes, check_run_folder, open_run_folder, record_weights
+from recjax.runs.other_models import load_teacher, reference_params
+from recjax.runs.policies import initial_policy, older_params
 from recjax.runs.prepare import data_digests, prepare
 from recjax.runs.regrading import known_problems, regraded
+from recjax.runs.resolve import resolve_config
 from recjax.runs.sources import check_source, source_of
+from recjax.runs.spec import RunSpec, check_data, check_weights, spec_of, split_step
+from recjax.runs.stopping import STOPPED, asks_to_stop, stop_requests
 from recjax.runtime import hosts
 from recjax.runtime.console import under_way
 from recjax.runtime.memory import settling_memory
-from recjax.runtime.workers import cores
-from recjax.sources.policy import PolicySource
 from recjax.sources.setup import Setup
 from recjax.tasks.prompts import Prompts
 from recjax.training import loop
@@ -62,8 +48,6 @@ from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
 from recjax.training.run import Run, Source, State
 from recjax.training.update import TrainState
-
-STOPPED = 0  # in `Run.stopping`, next to the numbers of signals: on_step asked the run to stop
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +64,11 @@ def train(
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary; resumes from the newest checkpoint in the run folder, if any.
 
-    It uses the mesh in context. Without one, it activates a mesh of `config.mesh`.
+    It uses the mesh in context. If there is none, it activates a mesh of `config.mesh`.
 
     Args:
         overwrite: delete the run that the folder holds.
-        reward: the function whose `passed_name` is `task.reward`; None without one.
+        reward: the function whose `passed_name` is `task.reward`; None if no program passed one.
         on_step: called with each row of metrics as it is written, one step late at most; the run stops if it returns
             True.
         sources: function that makes the source of groups.
@@ -96,20 +80,20 @@ def train(
     """
     check_processes(config)
     check_run_folder(config, overwrite)
-    config = with_chat_date(with_start(with_pinned(config, overwrite), overwrite), overwrite)
-    output = Path(config.output)
+    spec = spec_of(resolve_config(config, overwrite), reward)
+    output = Path(spec.config.output)
     with contextlib.ExitStack() as stack:
         if jax.sharding.get_mesh().empty:
-            stack.enter_context(jax.set_mesh(make_mesh(config.mesh)))
-        trackers = stack.enter_context(contextlib.closing(Trackers(config)))
+            stack.enter_context(jax.set_mesh(make_mesh(spec.config.mesh)))
+        trackers = stack.enter_context(contextlib.closing(Trackers(spec.config)))
         lock = stack.enter_context(run_lock.held(output))
         ahead = BackgroundCompiler()
         stack.callback(ahead.stop)
-        begun, state = begin(config, overwrite, reward, sources, learner, ahead)
+        begun, state = begin(spec, overwrite, reward, sources, learner, ahead)
         stack.callback(begun.manager.close)
         run = stack.enter_context(opened_run(begun, state, trackers, lock, on_step))
         check(begun.setup)
-        compile_ahead(begun.setup, run, state)
+        compile_update(begun.setup, run, state)
         with under_way("compiling evaluation and sampler", ahead.has_begun):
             ahead.wait()
         first = [state]
@@ -119,69 +103,6 @@ def train(
             cast(RunLog, run.log).finish()
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
-
-
-def compile_sampling_ahead(config: Config, policy: Policy, train: Prompts, ahead: BackgroundCompiler) -> None:
-    """Starts to compile the first rounds of evaluation and sampler in threads, at the time when weights are read.
-
-    Two cores are busy without this: one reads or evaluates, and the other compiles the update.
-    """
-    is_split = jax.sharding.get_mesh().size > 1 or jax.process_count() > 1
-    if config.task.agent or not train.texts or is_split or cores() <= 2:
-        return
-    if config.model.lora:
-        decoder = policy.decoder.clone(config=adapted(policy.decoder.config, config.model.lora))
-        policy = policy._replace(decoder=decoder)
-    longest = config.rollout.max_completion_tokens
-
-    def first_calls() -> Iterator[ProgramCall]:
-        settings = config.evaluation
-        prompts = first_prompts(config.rollout.prompts_per_step)
-        silent = policy._replace(recording=NOTHING_RECORDED)
-        yield from first_round_calls(silent, prompts, settings.samples, longest, settings.sampling())
-        if config.samples_training_data and config.regime.mode == "sync" and config.rollout.engine is None:
-            count, group_size = config.own_counts
-            sampling = config.rollout.sampling()
-            yield from first_round_calls(policy, first_prompts(count), group_size, longest, sampling)
-
-    def first_prompts(count: int) -> Prompts:
-        return train.take(np.arange(count) % len(train.texts))
-
-    logger.info("compiling evaluation and sampler while weights are read")
-    ahead.begin(first_calls)
-
-
-def compile_ahead(setup: Setup, run: Run, state: State) -> None:
-    """Starts to compile the update, at the same time as the sampler, if no sampled batch can have other shapes.
-
-    A program for other shapes would be compiled in vain. So would one for sources whose completions differ in what is
-    recorded, and for learners that do not compute with JAX.
-    """
-    config = run.config
-    decoder = setup.policy.decoder
-    is_known = (
-        state.step < config.training.steps
-        and isinstance(run.source, PolicySource)
-        and config.regime.mode == "sync"
-        and config.rollout.engine is None
-        and isinstance(run.learner, Learner)
-        and type(run.learner).update is Learner.update
-        and (config.experience is None or not (config.experience.store or config.experience.mix))
-        and config.training.updates == 1
-        and run.part_weights is None
-        and run.shape.group is not None
-        and not recorded_shapes(decoder.config.vocab_size, config.rollout.sampling(), setup.policy.recording)
-        and not routing_shapes(decoder)
-        and jax.process_count() == 1
-    )
-    if not is_known:
-        return
-    batch = with_part_weights(to_learn_from(loop.padded(run, ()), config.task), None)
-    layout = run.learner.layout(batch, None, state.totals.get("row_doublings"))
-    # A batch without tokens is the one that packing would gain most from.
-    if layout.packed is None or is_packed(config, batch.shape):
-        logger.info("compiling the update at the same time as the sampler")
-        cast(Learner, run.learner).compile_update(state.trained, batch, layout)
 
 
 class Started(NamedTuple):
@@ -210,94 +131,63 @@ def opened_run(
         if not resumed:
             trackers.log_text("config", f"```yaml\n{to_yaml(config)}```", 0)
         bar = stack.enter_context(step_bar(config.algorithm.preset, config.training.steps, initial=state.step))
-        watched = Watched()
-
-        def watch(row: dict) -> None:
-            nonlocal watched
-            watched, warnings = look(watched, row)
-            for warning in warnings:
-                logger.warning("%s", warning)
-            if on_step and asks_to_stop(on_step(row)):
-                logger.info("on_step asked to stop after step %d", row["step"])
-                stopping.append(STOPPED)
-
-        writer = MetricsWriter(
-            Path(config.output),
-            state.step if resumed else -1,
-            state.totals["metrics"],
-            trackers,
-            bar=bar,
-            watch=watch,
-            phases=setup.phases,
-            manager=manager,
-            refuses_impossible=config.training.impossible_tokens == "error",
+        metrics = stack.enter_context(
+            MetricsWriter(
+                Path(config.output),
+                state.step if resumed else -1,
+                state.totals["metrics"],
+                trackers,
+                bar=bar,
+                watch=_row_watcher(on_step, stopping),
+                phases=setup.phases,
+                manager=manager,
+                refuses_impossible=config.training.impossible_tokens == "error",
+            )
         )
-        metrics = stack.enter_context(writer)
         del state  # another reference would keep its weights in memory
+        after_step = stack.enter_context(settling_memory())
+        reads_parts = algorithm.reads("reward_parts")
         yield Run(
-            config,
-            algorithm,
-            setup.padded_shape,
-            setup.settings,
-            setup.grading.reward.weights if algorithm.reads("reward_parts") else None,
-            setup.failures,
-            source,
-            learner,
-            RunLog(setup, source, metrics, trackers),
-            Saver(config, manager, lock, metrics, setup.phases),
-            setup.phases.device,
-            setup.phases.phase,
-            stack.enter_context(settling_memory()),
-            stopping,
-            setup.teacher_prompts,
+            config=config,
+            algorithm=algorithm,
+            shape=setup.padded_shape,
+            settings=setup.settings,
+            part_weights=setup.grading.reward.weights if reads_parts else None,
+            failures=setup.failures,
+            source=source,
+            learner=learner,
+            log=RunLog(setup, source, metrics, trackers),
+            saver=Saver(config, manager, lock, metrics, setup.phases),
+            device=setup.phases.device,
+            phase=setup.phases.phase,
+            after_step=after_step,
+            stopping=stopping,
+            teacher_prompts=setup.teacher_prompts,
         )
 
 
-def asks_to_stop(returned: Any) -> bool:
-    """True if `on_step` returned True, False for False and None.
+def _row_watcher(on_step: Callable[[dict], Any] | None, stopping: list[int]) -> Callable[[dict], None]:
+    """A function that logs the warnings of a row of metrics, and stops the run if `on_step` asks for it.
 
-    Raises:
-        UserError: it returned something else, which may be true by chance.
+    Args:
+        stopping: gets `STOPPED` when the run has to stop.
     """
-    if returned is None or isinstance(returned, bool | np.bool_):
-        return bool(returned)
-    remedy = "return True to stop the run after this step, and False or None to go on"
-    if inspect.isawaitable(returned):
-        remedy = f"write it as def, not async def, and {remedy}"
-    raise UserError(problem=f"on_step returned {shown(returned, 80)}", remedy=remedy)
+    watched = Watched()
 
+    def watch(row: dict) -> None:
+        nonlocal watched
+        watched, warnings = look(watched, row)
+        for warning in warnings:
+            logger.warning("%s", warning)
+        if on_step and asks_to_stop(on_step(row)):
+            logger.info("on_step asked to stop after step %d", row["step"])
+            stopping.append(STOPPED)
 
-@contextlib.contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Received signals: SIGTERM of a cloud, SIGHUP of a closed terminal, Ctrl-C; a second Ctrl-C ends at once."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # signals are the main thread's
-        return
-
-    def receive(number: int, _: object) -> None:
-        if number == signal.SIGINT:
-            if signal.SIGINT in received:
-                raise KeyboardInterrupt
-            logger.info("finishing this step and writing a checkpoint; press Ctrl-C again to stop without a checkpoint")
-        received.append(number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    for number in (signal.SIGINT, signal.SIGHUP):
-        # A shell's background jobs ignore Ctrl-C, and programs under nohup ignore SIGHUP; the run then does too.
-        if before[number] == signal.SIG_IGN:
-            before.pop(number)
-    for number in before:
-        signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return watch
 
 
 def begin(
-    config: Config,
+    spec: RunSpec,
     overwrite: bool,
     reward: Callable | Sequence[Callable] | None = None,
     sources: Callable[[Setup, Learner], Source] = source_of,
@@ -307,6 +197,7 @@ def begin(
     """The run and its state, on the mesh in context, also if the run was on another mesh before.
 
     Args:
+        spec: the run's specification before data and weights are read.
         overwrite: delete the run that the folder holds.
         reward, sources, learner: see `train`.
         ahead: compiles the programs of a new run's evaluation and sampler; None: they are compiled when called.
@@ -315,107 +206,159 @@ def begin(
         Preempted: on a signal during the warm start on demonstrations, after the current step and its checkpoint.
     """
     learner = learner or Learner()
-    is_new = overwrite or not checkpoint.steps_of(Path(config.output) / "checkpoints")
-    compiles = ahead is not None and is_new and sources is source_of and type(learner).evaluate is Learner.evaluate
+    is_new = overwrite or not _has_checkpoints(spec.config)
+    compiles = is_new and sources is source_of and type(learner).evaluate is Learner.evaluate
 
     def make_policy(config: Config, policy: Policy, train: Prompts) -> tuple[Policy, dict]:
-        if compiles:
-            compile_sampling_ahead(config, policy, train, ahead)
-        return (learner.initial_policy or initial_policy)(config, policy, train)
+        if ahead is not None and compiles:
+            compile_sampling(config, policy, train, ahead)
+        make = learner.initial_policy or initial_policy
+        return make(config, policy, train)
 
-    setup, params = prepare(config, make_policy, reward)
+    prepare_run = functools.partial(prepare, spec.config, make_policy, reward)
+    started, state = _first_state(spec, overwrite, prepare_run, learner, sources)
+    if started.manager.latest_step() is None:
+        return started, state
+    return started, _restored_state(started, state)
+
+
+def _with_folder(spec: RunSpec, setup: Setup, overwrite: bool) -> Setup:
+    """Opens the run folder; returns the setup, whose stored completions have the run's rewards if it regrades them."""
+    experience = spec.config.experience
+    if experience is None or not experience.regrade:
+        open_run_folder(spec, overwrite)
+        return setup
+    known = known_problems(setup)  # raises its errors before the folder is opened
+    open_run_folder(spec, overwrite)
+    return regraded(setup, known)
+
+
+def _first_state(
+    spec: RunSpec,
+    overwrite: bool,
+    prepare_run: Callable[[], tuple[Setup, dict]],
+    learner: Learner,
+    sources: Callable[[Setup, Learner], Source],
+) -> tuple[Started, State]:
+    """The run and its state before the first step; compares data and weights with those of the newest checkpoint.
+
+    Args:
+        prepare_run: `prepare` with its arguments. Only this function refers to the parameters that it returns, so the
+            frozen ones leave the memory once the learner has them in its own dtype.
+    """
+    config = spec.config
+    output = Path(config.output)
+    setup, params = prepare_run()
     check_source(config)
-    regrades = config.experience is not None and config.experience.regrade
-    known = known_problems(setup) if regrades else {}
-    output = open_run_folder(config, overwrite, reward)
-    if regrades:
-        setup = regraded(setup, known)
+    setup = _with_folder(spec, setup, overwrite)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
-    data = data_digests(config, setup.train, setup.held_out, setup.stored, setup.demonstrations)
-    latest = manager.latest_step()
-    if latest is not None:
-        checkpoint.check_data(config, latest, data)
+    stored = checkpoint.newest_totals(manager)
+    spec = spec._replace(data=data_digests(config, setup.train, setup.held_out, setup.stored, setup.demonstrations))
+    check_data(config, stored.get("data", {}), spec.data)
     losses = {}
     if setup.demonstrations:
-        with stop_requests() as stopping:
-            params, losses = train_on_demonstrations(setup, params, data, stopping)
-            if hosts.any_says(bool(stopping)):  # the loop returns if a signal arrives during the last step
-                raise loop.Preempted(0, next(iter(stopping), signal.SIGTERM))
+        params, losses = _trained_on_demonstrations(setup, params, spec.data)
     base = base_digest(config, params)
     trained = begin_learner(learner, setup, params)
     del params
-    weights = {checkpoint.BASE: base, **other_digests(setup, learner)}
-    if latest is not None:
-        reads_base = bool(learner.frozen) or learner.initial is not None
-        checkpoint.check_weight_digests(config, latest, weights, reads_base)
-    record_weights(output, weights)
+    spec = spec._replace(weights={checkpoint.BASE: base, **other_digests(setup, learner)})
+    reads_base = bool(learner.frozen) or learner.initial is not None
+    check_weights(config, stored.get("weights", {}), spec.weights, reads_base)
+    record_weights(output, spec.weights)
     if setup.agents:
         setup.agents.older_params = older_params(config, setup.policy, learner.frozen, trained.params)
-    begun = Started(setup, learner, sources(setup, learner), manager)
     totals = {
         "seconds": {},
         "wall_seconds": 0.0,
         "tokens": 0,
-        "data": data,
-        "weights": weights,
-        "config": config.model_dump(),
+        **spec.stored(),
         "metrics": None,
         "warm_start": losses,
-        **({"run": uuid.uuid4().hex} if config.follows else {}),
     }
-    state = State(0, trained, None, 0, Queue(), {}, totals)
-    if manager.latest_step() is None:
-        return begun, state
-    like = (state.trained, learner.behavior_params(state))
-    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    del trained, state  # the restored arrays need their memory
-    state = checkpoint.restore(manager, *like)
-    known = {"weights": weights | state.totals.get("weights", {}), "data": data, "config": totals["config"]}
-    state = state._replace(totals=totals | state.totals | known)
-    logger.info("resuming from the checkpoint of step %d", state.step)
-    setup.phases.go_on_from(state.totals["seconds"], state.totals["wall_seconds"])
-    return begun, state
+    if config.follows:
+        totals["run"] = uuid.uuid4().hex
+    state = State(step=0, trained=trained, behavior_params=None, version=0, queue=Queue(), source={}, totals=totals)
+    return Started(setup, learner, sources(setup, learner), manager), state
+
+
+def _trained_on_demonstrations(setup: Setup, params: dict, data: dict[str, str]) -> tuple[dict, dict[str, float]]:
+    """The parameters after the warm start on demonstrations, and its last losses.
+
+    Raises:
+        Preempted: on a signal, after the current step and its checkpoint.
+    """
+    with stop_requests() as stopping:
+        params, losses = train_on_demonstrations(setup, params, data, stopping)
+        if hosts.any_says(bool(stopping)):  # the loop returns if a signal arrives during the last step
+            raise loop.Preempted(0, next(iter(stopping), signal.SIGTERM))
+    return params, losses
+
+
+def _restored_state(started: Started, state: State) -> State:
+    """The state of the newest checkpoint, with the shapes and shardings of a state before the first step.
+
+    Args:
+        state: state before the first step, whose weights are deleted.
+    """
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.trained, started.learner.behavior_params(state)))
+    for leaf in jax.tree.leaves(state.trained):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()  # the restored arrays need its memory
+    restored = checkpoint.restore(started.manager, *shapes)
+    totals = state.totals | restored.totals
+    totals["data"] = state.totals["data"]
+    totals["config"] = state.totals["config"]
+    # A digest stays that of the first start.
+    totals["weights"] = state.totals["weights"] | restored.totals.get("weights", {})
+    logger.info("resuming from the checkpoint of step %d", restored.step)
+    started.setup.phases.go_on_from(totals["seconds"], totals["wall_seconds"])
+    return restored._replace(totals=totals)
 
 
 def begin_learner(learner: Learner, setup: Setup, params: dict) -> TrainState:
     """The state before the first step, after the learner has the policy and the other models that the config names.
 
     Raises:
-        ValueError: a model or an optimizer state cannot be read, or does not fit the policy.
+        UserError: a model or an optimizer state cannot be read, or does not fit the policy.
     """
     config = setup.config
     teacher = load_teacher(config, setup.policy)
-    reads_reference = config.model.reference and config.algorithm.build().needs_reference
-    reference = reference_params(config, setup.policy) if reads_reference else None
+    reference = None
+    if config.model.reference and config.algorithm.build().needs_reference:
+        reference = reference_params(config, setup.policy)
     held_out = HeldOut(setup.held_out, setup.grading, setup.agents)
     trained = learner.begin(config, setup.policy, params, held_out, teacher=teacher, reference=reference)
     # A run that resumes has its own moments in its checkpoint, and must not take those of the earlier run again.
-    is_new = not checkpoint.steps_of(Path(config.output) / "checkpoints")
-    if config.model.run and config.optimizer.state == "run" and is_new:
-        folder, step = checkpoint.split_step(config.model.run)
+    if config.model.run and config.optimizer.state == "run" and not _has_checkpoints(config):
+        folder, step = split_step(config.model.run)
+        assert step is not None
         # A teacher that stays the initial policy is this run's, and not that of the earlier run.
         is_constant = config.model.average_rate == 0
-        assert step is not None
         state = checkpoint.optimizer_state_of(folder, int(step), trained.optimizer_state, new_average=is_constant)
         trained = trained._replace(optimizer_state=state)
     return trained
 
 
+def _has_checkpoints(config: Config) -> bool:
+    return bool(checkpoint.steps_of(Path(config.output) / "checkpoints"))
+
+
 def base_digest(config: Config, params: dict) -> str:
     """The digest of a run's initial policy, without new adapters, which change nothing yet."""
-    has_trained_adapters = config.model.adapter is not None or config.model.run is not None
     leaves = flatten(params)
-    return fingerprint({path: leaf for path, leaf in leaves.items() if has_trained_adapters or not is_adapter(path)})
+    if config.model.adapter is None and config.model.run is None:
+        leaves = {path: leaf for path, leaf in leaves.items() if not is_adapter(path)}
+    return fingerprint(leaves)
 
 
 def other_digests(setup: Setup, learner: Learner) -> dict[str, str]:
     """Digests of other models' weights that the run reads, by key and dtype, since devices have their own dtypes."""
     config = setup.config
     dtype = jnp.dtype(setup.policy.decoder.dtype).name
-    models = {}
+    digests = {}
     if learner.teacher is not None:
-        models["model.teacher"] = learner.teacher.params
+        digests[f"model.teacher ({dtype})"] = fingerprint(learner.teacher.params)
     if config.model.reference and learner.reference is not None:
-        models["model.reference"] = learner.reference
-    return {f"{key} ({dtype})": fingerprint(params) for key, params in models.items()}
+        digests[f"model.reference ({dtype})"] = fingerprint(learner.reference)
+    return digests

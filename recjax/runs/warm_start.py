@@ -60,31 +60,7 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     if jax.process_count() > 1:
         assert config.warm_start is not None
         return supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
-    values = config.model_dump() | {"seed": config.seed_of_base}
-    depends_on = {key: values[key] for key in ("seed", "model", "task", "warm_start")}
-    unread = [
-        "lora",
-        "freeze",
-        "chat_date",
-        "teacher_rate",
-        *([] if config.model.chat_template_kwargs else ["chat_template_kwargs"]),
-    ]
-    depends_on["model"] = {key: value for key, value in depends_on["model"].items() if key not in unread}
-    # Runs with and without a teacher begin with one base policy.
-    depends_on["model"]["teacher"] = None
-    depends_on["task"] = {key: value for key, value in depends_on["task"].items() if not key.startswith("teacher_")}
-    # Only values that a chat template sets, so that the digests of all other policies do not change.
-    of_chats = {CHAT_DATE: policy.tokenizer.init_kwargs.get(CHAT_DATE), "turn_end": turn_end(policy.tokenizer)}
-    depends_on |= {key: value for key, value in of_chats.items() if value is not None}
-    # Paths in the config are only names: files of problems and models may change under them.
-    mistakes = repr([problem.mistakes for problem in prompts.problems])
-    depends_on |= {
-        "problems": [prompts_digest(prompts), hashlib.sha256(mistakes.encode()).hexdigest()],
-        "weights": fingerprint(params),
-        "version": __version__,
-        "backend": jax.default_backend(),
-    }
-    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+    digest = _base_policy_digest(config, policy, params, prompts)
     folder = cache_folder("warm_start") / digest
     # If several runs need the same base policy at once, one run makes it while the other runs wait.
     with locked_file(Path(f"{folder}.lock")), ocp.StandardCheckpointer() as checkpointer:
@@ -118,6 +94,37 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     return params
 
 
+def _base_policy_digest(config: Config, policy: Policy, params: dict, prompts: Prompts) -> str:
+    """A digest of everything that the result of a warm start depends on, apart from the mesh."""
+    values = config.model_dump()
+    model = values["model"]
+    for key in ("lora", "freeze", "chat_date", "teacher_rate"):
+        del model[key]
+    if not config.model.chat_template_kwargs:
+        del model["chat_template_kwargs"]
+    model["teacher"] = None  # Runs with and without a teacher start from the same base policy.
+    # Paths in the config are only names: files of problems and models may change under them.
+    mistakes = repr([problem.mistakes for problem in prompts.problems])
+    depends_on = {
+        "seed": config.seed_of_base,
+        "model": model,
+        "task": {key: value for key, value in values["task"].items() if not key.startswith("teacher_")},
+        "warm_start": values["warm_start"],
+        "problems": [prompts_digest(prompts), hashlib.sha256(mistakes.encode()).hexdigest()],
+        "weights": fingerprint(params),
+        "version": __version__,
+        "backend": jax.default_backend(),
+    }
+    # Only values that a chat template sets, so that the digests of all other policies do not change.
+    chat_date = policy.tokenizer.init_kwargs.get(CHAT_DATE)
+    if chat_date is not None:
+        depends_on[CHAT_DATE] = chat_date
+    end = turn_end(policy.tokenizer)
+    if end is not None:
+        depends_on["turn_end"] = end
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
     """Trains on (prompt, answer) pairs; after a share `right_first` of the steps, a share `wrong_fraction` is wrong.
 
@@ -126,12 +133,13 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     """
     optimizer = make_optimizer(OptimizerConfig())
     rates = optax.cosine_decay_schedule(config.learning_rate, config.steps)(np.arange(config.steps))
-    state = params, first_state(optimizer, params).optimizer_state
+    optimizer_state = first_state(optimizer, params).optimizer_state
     mistakes = [problem.mistakes for problem in prompts.problems]
     counts = np.array([len(texts) for texts in mistakes])
     texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
     are_chats = [not isinstance(problem.prompt, str) for problem in prompts.problems]
-    are_chats += [is_chat for is_chat, texts_of_one in zip(are_chats, mistakes, strict=True) for _ in texts_of_one]
+    for is_chat, slips in list(zip(are_chats, mistakes, strict=True)):
+        are_chats += [is_chat] * len(slips)
     tokens, mask = _demonstrations(policy, texts, are_chats)
     first_mistake = len(counts) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
@@ -147,17 +155,21 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
                 rows = chosen
                 shown = _with_slips(tokens[rows], mask[rows], wrong_fraction, generator)
             batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
-            *state, loss = _supervised_step(policy.decoder, optimizer, *state, batch, rate)
+            params, optimizer_state, loss = _supervised_step(
+                policy.decoder, optimizer, params, optimizer_state, batch, rate
+            )
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
-    return state[0]
+    return params
 
 
 def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and mask of the answers, each with an end token: the chat template's in chats, else the stop token."""
     end = policy.stop_ids[0]
     encoded = {}
-    end_of_turn = end if (turn_token := turn_end(policy.tokenizer)) is None else turn_token
+    end_of_turn = turn_end(policy.tokenizer)
+    if end_of_turn is None:
+        end_of_turn = end
     chosen = [*zip(answers, are_chats, strict=True)]
     for answer, is_chat in dict.fromkeys(chosen):  # many problems share an answer
         ids = [*encode_after(policy.tokenizer, (), answer, "answer"), end_of_turn if is_chat else end]
@@ -221,30 +233,38 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
     else:
         order = np.random.default_rng([config.seed, 8]).permutation(len(train)).tolist()
         count = min(len(train) // 10, _MOST_HELD_OUT)
-        train, held_out = ([train[index] for index in sorted(indices)] for indices in (order[count:], order[:count]))
-    rows = [row for group in (*train, *held_out) for row in group.completions[0].rows]
+        chats = train
+        train = [chats[index] for index in sorted(order[count:])]
+        held_out = [chats[index] for index in sorted(order[:count])]
     digest = hashlib.sha256()
-    for array in (array for row in rows for array in (row.prompt_tokens, row.tokens, row.mask)):
-        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
-    longest = max(len(row.prompt_tokens) + len(row.tokens) for row in rows) - 1
+    longest = 0
+    for group in (*train, *held_out):
+        for row in group.completions[0].rows:
+            for array in (row.prompt_tokens, row.tokens, row.mask):
+                digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+            longest = max(longest, len(row.prompt_tokens) + len(row.tokens) - 1)
     return Demonstrations(train, held_out, Shape(settings.batch_size, None, longest, longest), digest.hexdigest())
 
 
-def _tokenized(path: str, key: str, split: str, policy: Policy, most: int | None) -> list[Group]:
-    """The chats of a file, folder or pattern as groups, without chats of more than `most` tokens."""
+def _tokenized(path: str, key: str, split: str, policy: Policy, max_tokens: int | None) -> list[Group]:
+    """The chats of a file, folder or pattern as groups, without chats of more than `max_tokens` tokens."""
 
-    def of_rows(rows: Sequence[FileRow], _: int) -> list[Group]:
+    def tokenize(rows: Sequence[FileRow], _: int) -> list[Group]:
         return [demonstration(row, policy) for row in rows]
 
-    groups = hosts.shared_out(of_rows, read_data(path, key, split))
+    groups = hosts.shared_out(tokenize, read_data(path, key, split))
     lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in groups]
-    kept = [group for group, length in zip(groups, lengths, strict=True) if most is None or length <= most]
+    if max_tokens is None:
+        return groups
+    kept = [group for group, length in zip(groups, lengths, strict=True) if length <= max_tokens]
     if not kept:
         raise UserError(
-            "warm_start.max_tokens", f"the shortest chat of {path} has {min(lengths)}", "raise it", value=most
+            "warm_start.max_tokens", f"the shortest chat of {path} has {min(lengths)}", "raise it", value=max_tokens
         )
     if len(kept) < len(groups):
-        logger.info("%s: skipping %d of %d chats: more than %d tokens", key, len(groups) - len(kept), len(groups), most)
+        logger.info(
+            "%s: skipping %d of %d chats: more than %d tokens", key, len(groups) - len(kept), len(groups), max_tokens
+        )
     return kept
 
 
@@ -273,15 +293,22 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         ending = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
         # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        places = [index for index in replies if messages[index].get("weight", 1) and messages[index].get("train", True)]
-        if not places:
+        trained = [
+            index for index in replies if messages[index].get("weight", 1) and messages[index].get("train", True)
+        ]
+        if not trained:
             raise UserError("messages", "no assistant's message has a weight above 0", "give one, or remove the chat")
-        chats, replied = ([messages[: index + more] for index in places] for more in (0, 1))
-        prompts = render_chats(tokenizer, chats, variables=[variables] * len(places))
-        texts = render_chats(tokenizer, replied, variables=[variables] * len(places), asks=False)
+        repeated = [variables] * len(trained)
+        prompts = render_chats(tokenizer, [messages[:index] for index in trained], variables=repeated)
+        replied_chats = [messages[: index + 1] for index in trained]
+        texts = render_chats(tokenizer, replied_chats, variables=repeated, asks=False)
         reply = ""
-        for index, prompt, text in zip(places, prompts, texts, strict=True):
-            reply, has_end, _ = text[len(prompt) :].rpartition(ending) if ending else (text[len(prompt) :], True, "")
+        for index, prompt, text in zip(trained, prompts, texts, strict=True):
+            reply = text[len(prompt) :]
+            has_end = True
+            if ending:
+                has_end = ending in reply
+                reply = reply.rpartition(ending)[0]
             if not (text.startswith(prompt) and has_end):
                 raise UserError(
                     f"message {index}",
@@ -323,7 +350,8 @@ def _unwritten(message: Mapping[str, Any], text: str, prompt: int) -> str | None
         function = call.get("function", call) if isinstance(call, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         parts[f"the tool call {name!r}"] = name
-    before, reply = ("".join(piece.split()) for piece in (text[:prompt], text[prompt:]))
+    before = "".join(text[:prompt].split())
+    reply = "".join(text[prompt:].split())
     for name, content in parts.items():
         if isinstance(content, str):
             squeezed = "".join(content.split())
@@ -352,7 +380,9 @@ def _demonstrated(messages: Any) -> list[dict[str, Any]]:
             if message.get(name) not in (None, 0, 1):
                 raise UserError(f"message {index}: {name}", "takes 0 (excluded) and 1", value=message[name])
         if before not in _AFTER[role]:
-            where = f"follows a message of role {before}" if before else "begins the chat"
+            where = "begins the chat"
+            if before:
+                where = f"follows a message of role {before}"
             raise UserError(f"message {index}: role", f"it {where}", "correct the order of the messages", value=role)
         before = role
     if before != "assistant":

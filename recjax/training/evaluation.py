@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Container, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ _PASS_RATES = 2**31 - 1  # stands for the step in the random keys of pass rates
 
 
 class HeldOut(NamedTuple):
-    """What a run is evaluated on, and with.
+    """The held-out problems of a run, with the workers that grade the answers to them.
 
     prompts: the held-out prompts.
     grading: open grading pool.
@@ -86,36 +86,62 @@ def answered(
     # no update reads the recorded arrays
     policy = policy._replace(recording=NOTHING_RECORDED)
     seats = len(config.task.trained_seats)
-    held: list[AnsweredPart] | None = [] if agents else None  # parts in which all agents failed
-    for start in (start for start in range(0, count, size) if start not in done):
+    # Parts are held back as long as all agents have failed in all of them: if that stays so, none counts.
+    held_back: list[AnsweredPart] = []
+    may_hold_back = agents is not None
+    for start in range(0, count, size):
+        if start in done:
+            continue
         # Repeated prompts fill the last part, so that one compiled program serves every part.
         batch = prompts.take(np.arange(start, start + size) % count)
         problems = min(size, count - start)
         key = part_key(config.seed, step, start)
         sampling = settings.sampling()
-        names = {"name": f"{start:06d}", "source": "policy", "version": step if version is None else version}
+        name = f"{start:06d}"
+        policy_version = step if version is None else version
         if agents:
             batch = batch.take(np.arange(problems))
             groups, pending = agents.sample_groups(
-                policy, params, batch, key, settings.samples, sampling, grading, **names, fatal=False
+                policy,
+                params,
+                batch,
+                key,
+                settings.samples,
+                sampling=sampling,
+                grading=grading,
+                name=name,
+                source="policy",
+                version=policy_version,
+                fatal=False,
             )
             batch = batch.take(np.repeat(np.arange(problems), seats))
         else:
             longest = config.rollout.max_completion_tokens
             keys = row_keys(key, size * settings.samples)
-            groups = sample_groups(policy, params, batch, keys, settings.samples, longest, sampling, **names)
+            groups = sample_groups(
+                policy,
+                params,
+                batch,
+                keys,
+                settings.samples,
+                max_tokens=longest,
+                sampling=sampling,
+                name=name,
+                source="policy",
+                version=policy_version,
+            )
             groups = groups[:problems]
             batch = batch.take(np.arange(problems))
             pending = submit(groups, batch, grading)
         answers = AnsweredPart(start, batch, with_grades(groups, pending.result()), seats)
-        grades = [completion.known_grade for group in answers.groups for completion in group.completions]
-        if held is not None and all(grade.failure in MISTAKES and grade.reward is None for grade in grades):
-            held.append(answers)
+        if may_hold_back and _all_agents_failed(answers.groups):
+            held_back.append(answers)
         else:
-            yield from held or ()
-            held = None
+            yield from held_back
+            held_back = []
+            may_hold_back = False
             yield answers
-    if held and sum(len(answers.groups) for answers in held) * settings.samples > 1:
+    if sum(len(answers.groups) for answers in held_back) * settings.samples > 1:
         assert agents is not None
         raise UserError(
             "task.agent",
@@ -123,7 +149,17 @@ def answered(
             "correct the agent, or set task.agent_failure_reward",
             value=config.task.agent,
         )
-    yield from held or ()
+    yield from held_back
+
+
+def _all_agents_failed(groups: Iterable[Group]) -> bool:
+    """True if no completion has a reward, because the agents made mistakes."""
+    for group in groups:
+        for completion in group.completions:
+            grade = completion.known_grade
+            if grade.failure not in MISTAKES or grade.reward is not None:
+                return False
+    return True
 
 
 def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:
@@ -134,27 +170,28 @@ def part_key(seed: int, step: int, start: int) -> Key[Array, ""]:
 
 def sample_rows(done: AnsweredPart) -> list[dict]:
     """One row per completion: the problem's index, the prompt, the completion and its grade."""
-    return [
-        {
-            "problem": done.first * done.seats + index,
-            "prompt": done.prompts.texts[index],
-            **{name: completion.metadata[name] for name in ("task", "seat") if name in completion.metadata},
-            "question": question_of(done.prompts.problems[index].prompt),
-            "completion": completion.text,
-            "answer": group.answer,
-            "difficulty": done.prompts.problems[index].difficulty,
-            "reward": completion.known_grade.reward,
-            **{f"reward/{name}": value for name, value in (completion.known_grade.reward_parts or {}).items()},
-            "accurate": completion.known_grade.accurate,
-            "ungraded": completion.known_grade.failure
-            if completion.known_grade.failure not in (None, FAILURES[0])
-            else None,
-            "truncated": completion.truncated,
-            "tokens": completion.sampled_tokens,
-        }
-        for index, group in enumerate(done.groups)
-        for completion in group.completions
-    ]
+    rows = []
+    for index, group in enumerate(done.groups):
+        problem = done.prompts.problems[index]
+        for completion in group.completions:
+            grade = completion.known_grade
+            row: dict[str, Any] = {"problem": done.first * done.seats + index, "prompt": done.prompts.texts[index]}
+            for name in ("task", "seat"):
+                if name in completion.metadata:
+                    row[name] = completion.metadata[name]
+            row["question"] = question_of(problem.prompt)
+            row["completion"] = completion.text
+            row["answer"] = group.answer
+            row["difficulty"] = problem.difficulty
+            row["reward"] = grade.reward
+            for name, value in (grade.reward_parts or {}).items():
+                row[f"reward/{name}"] = value
+            row["accurate"] = grade.accurate
+            row["ungraded"] = None if grade.failure == FAILURES[0] else grade.failure
+            row["truncated"] = completion.truncated
+            row["tokens"] = completion.sampled_tokens
+            rows.append(row)
+    return rows
 
 
 def warn_of_ungraded(reasons: Iterable[str | None], by_agents: bool) -> None:
@@ -167,9 +204,11 @@ def warn_of_ungraded(reasons: Iterable[str | None], by_agents: bool) -> None:
     failures = Counter(reason for reason in reasons if isinstance(reason, str))
     if not failures:
         return
-    of_agents = [reason for reason in failures if by_agents and reason in AGENT_FAILURES]
-    remedies = [AGENT_FAILURES[reason] for reason in of_agents]
-    if failures.keys() - {*of_agents, FAILURES[NO_REWARD]}:
+    agent_failures = []
+    if by_agents:
+        agent_failures = [reason for reason in failures if reason in AGENT_FAILURES]
+    remedies = [AGENT_FAILURES[reason] for reason in agent_failures]
+    if failures.keys() - {*agent_failures, FAILURES[NO_REWARD]}:
         remedies.append("see grading.seconds and grading.max_characters")
     logger.warning(
         "%d of %d held-out completions could not be graded and count as wrong: %s%s",
@@ -196,9 +235,11 @@ class Evaluation(NamedTuple):
     @property
     def right_and_ended(self) -> float | None:
         """Share of completions that are accurate and ended before the token limit, as a mean over problems."""
+        if self.accuracy is None:
+            return None
         rows = pd.DataFrame(self.samples)
         ended = rows["accurate"].astype(float) * ~rows["truncated"].astype(bool)
-        return None if self.accuracy is None else mean_over_problems(rows.assign(ended=ended), "ended")
+        return mean_over_problems(rows.assign(ended=ended), "ended")
 
 
 def mean_over_problems(rows: pd.DataFrame, column: str) -> float:
@@ -227,11 +268,12 @@ def evaluate_policy(
     divergence = 0.0
     tokens = 0
     samples = []
-    for done in answered(config, policy, params, prompts, grading, step, agents=agents):
+    for done in answered(config, policy, params, prompts, grading, step=step, agents=agents):
         if initial_params is not None:
-            shape = answered_shape(
-                config.rollout, settings.samples, None if config.task.agent else done.prompts.tokens.shape[1]
-            )
+            longest_prompt = None
+            if not config.task.agent:
+                longest_prompt = done.prompts.tokens.shape[1]
+            shape = answered_shape(config.rollout, settings.samples, longest_prompt)
             batch = freely_routed(pad(done.groups, shape))
             initial = score(policy.decoder, initial_params, batch, settings.sampling(), config.model.logprob_chunk)
             mask = batch.completion_mask
@@ -239,11 +281,14 @@ def evaluate_policy(
             tokens += int(mask.sum())
         samples += sample_rows(done)
     warn_of_ungraded((sample["ungraded"] for sample in samples), agents is not None)
-    accuracy, reward = (mean_over_problems(pd.DataFrame(samples), column) for column in ("accurate", "reward"))
-    if any(sample["accurate"] is None for sample in samples):
-        accuracy = None
-    initial_kl = None if initial_params is None else divergence / max(tokens, 1)
-    return Evaluation(accuracy, reward, initial_kl, samples)
+    rows = pd.DataFrame(samples)
+    accuracy = None
+    if all(sample["accurate"] is not None for sample in samples):
+        accuracy = mean_over_problems(rows, "accurate")
+    initial_kl = None
+    if initial_params is not None:
+        initial_kl = divergence / max(tokens, 1)
+    return Evaluation(accuracy, mean_over_problems(rows, "reward"), initial_kl, samples)
 
 
 def accurate_counts(
@@ -263,11 +308,14 @@ def accurate_counts(
     config = config.model_copy(update={"evaluation": settings})
     with contextlib.ExitStack() as stack:
         grading = stack.enter_context(Grading(config, reward))
-        agents = stack.enter_context(Agents(config, policy)) if config.task.agent else None
-        for part in answered(config, policy, params, train, grading, _PASS_RATES, agents=agents, done=done):
-            counts = [
-                sum(bool(completion.known_grade.accurate) for completion in group.completions) for group in part.groups
-            ]
+        agents = None
+        if config.task.agent:
+            agents = stack.enter_context(Agents(config, policy))
+        parts = answered(config, policy, params, train, grading, step=_PASS_RATES, agents=agents, done=done)
+        for part in parts:
+            counts = []
+            for group in part.groups:
+                counts.append(sum(bool(completion.known_grade.accurate) for completion in group.completions))
             yield part.first, counts
 
 

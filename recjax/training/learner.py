@@ -38,20 +38,24 @@ class Learner:
     """Computes with JAX. Tests of the loop give `train` a subclass that only counts.
 
     Attributes:
-        initial_policy: function used in place of `recjax.runs.policies.initial_policy`, or None.
         frozen: parameters that are not trained, in the compute dtype.
         initial: trained parameters before the first step, in the compute dtype; None if no function reads them.
-        reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None without a KL to them.
-        teacher: the model that `model.teacher` names; None without one, and if the policy is its own teacher.
+        reference: `initial`, or all parameters of `model.reference`, in the compute dtype; None if the loss has no KL
+            to a reference.
+        teacher: the model that `model.teacher` names; None if the config names none, or the policy itself.
     """
 
+    # A subclass may have a function here that is called instead of `recjax.runs.policies.initial_policy`.
     initial_policy: Callable[[Config, Policy, Prompts], tuple[Policy, dict]] | None = None
-    frozen: dict = {}
-    initial: dict | None = None
-    reference: dict | None = None
-    teacher: Teacher | None = None
-    _compiling: Future | None = None
-    _is_unchecked = False
+
+    def __init__(self):
+        """Has no parameters before `begin`."""
+        self.frozen: dict = {}
+        self.initial: dict | None = None
+        self.reference: dict | None = None
+        self.teacher: Teacher | None = None
+        self._compiling: Future | None = None
+        self._is_unchecked = False
 
     def begin(
         self,
@@ -67,7 +71,7 @@ class Learner:
 
         Args:
             params: all of the policy's parameters in float32.
-            held_out: what `evaluate` samples answers to.
+            held_out: the problems that `evaluate` samples answers to.
             teacher: the model that `model.teacher` names.
             reference: all parameters of `model.reference` in the compute dtype.
         """
@@ -113,7 +117,9 @@ class Learner:
         """The micro-batches of an update; see `choose_layout`."""
         recipe = self._recipe
         config = self._config
-        return choose_layout(config, recipe.algorithm, recipe.decoder, batch, rows, doublings, teacher=recipe.teacher)
+        return choose_layout(
+            config, recipe.algorithm, recipe.decoder, batch, rows, doublings=doublings, teacher=recipe.teacher
+        )
 
     def proximal_logprobs(
         self, trained: TrainState, batch: Batch, layouts: Iterable[Layout]
@@ -127,9 +133,11 @@ class Learner:
         if not recipe.algorithm.needs_proximal:
             return None
         params = combine(trained.params, self.frozen)
-        options = recipe.decoder, params, put_rows(batch), recipe.sampling, recipe.chunk
-        # Log-probs are 0 outside a layout's minibatch.
-        total: Any = sum(score_batch(layout, *options)[0] for layout in layouts)
+        batch = put_rows(batch)
+        total: Any = 0
+        for layout in layouts:
+            # Log-probs are 0 outside a layout's minibatch.
+            total += score_batch(layout, recipe.decoder, params, batch, recipe.sampling, recipe.chunk).logprobs
         return total
 
     def update(
@@ -151,42 +159,41 @@ class Learner:
         if self._compiling is not None:
             wait([self._compiling])  # or this thread would compile the same program; it meets the same errors
             self._compiling = None
-        arguments = self._update_arguments(trained, batch, layout, step, proximal_logprobs)
-        trained, metrics, tokens = update(*arguments, recipe=self._recipe)
-        return trained, metrics | {"learning_rate": _rates_of(self._rates, trained.optimizer_state)[0]}, tokens
+        context = self._context(trained, step, proximal_logprobs)
+        trained, metrics, tokens = update(trained, put_rows(batch), layout, context, recipe=self._recipe)
+        latest_rate, _ = _learning_rates(self._rates, trained.optimizer_state)
+        return trained, metrics | {"learning_rate": latest_rate}, tokens
 
     def compile_update(self, trained: TrainState, batch: Batch, layout: Layout) -> None:
         """Starts to compile the update for the shapes of these arguments in a thread; `update` waits for it."""
         mesh = jax.sharding.get_mesh()
-        arguments = self._update_arguments(trained, batch, layout, 1, None)
+        rows = put_rows(batch)
+        context = self._context(trained, step=1, proximal_logprobs=None)
         recipe = self._recipe
 
         def compile_for_shapes() -> None:
             with jax.set_mesh(mesh):
-                update.lower(*arguments, recipe=recipe).compile()
+                update.lower(trained, rows, layout, context, recipe=recipe).compile()
 
         pool = ThreadPoolExecutor(1, "compile the update")
         self._compiling = pool.submit(compile_for_shapes)
         pool.shutdown(wait=False)
 
-    def _update_arguments(
-        self, trained: TrainState, batch: Batch, layout: Layout, step: int, proximal_logprobs: Array | None
-    ) -> tuple[TrainState, Batch, Layout, UpdateContext]:
-        """The arguments of `update.update` without its recipe."""
+    def _context(self, trained: TrainState, step: int, proximal_logprobs: Array | None) -> UpdateContext:
+        """The values of a step that `update.update` reads besides the state and the batch."""
         # An argument of the program and not a constant in it: runs with other rates share the compiled update.
-        _, rate = _rates_of(self._rates, trained.optimizer_state)
+        _, rate = _learning_rates(self._rates, trained.optimizer_state)
         numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
         # By batch, so that all updates of a batch drop the same completions.
         batch_number = schedule.batch_of(step, self._config.training.updates)
-        context = UpdateContext(
-            self.frozen,
-            jax.random.fold_in(self._drop_key, batch_number),
+        return UpdateContext(
+            frozen=self.frozen,
+            key=jax.random.fold_in(self._drop_key, batch_number),
             reference_params=self.reference,
             teacher_params=None if self.teacher is None else self.teacher.params,
             proximal_logprobs=proximal_logprobs,
             hyperparameters=numbers,
         )
-        return trained, put_rows(batch), layout, context
 
     def evaluate(self, state: State) -> Evaluation:
         """Samples and grades answers of the trained policy to the held-out problems."""
@@ -196,18 +203,19 @@ class Learner:
         if config.evaluation.initial_kl:
             assert self.initial is not None
             initial = combine(self.initial, self.frozen)
+        # In the dtype of the sampler, which shares its programs with the evaluation.
+        trained = in_compute_dtype(self._policy.decoder, state.trained.params, copy=False)
         problems = len(held_out.prompts.texts)
         with under_way(f"evaluating the initial policy: {problems} problems", state.step == 0):
             return evaluate_policy(
                 config,
                 self._policy,
-                # As the sampler has them, which shares its programs with the evaluation.
-                combine(in_compute_dtype(self._policy.decoder, state.trained.params, copy=False), self.frozen),
+                combine(trained, self.frozen),
                 held_out.prompts,
                 held_out.grading,
-                state.step,
-                initial,
-                held_out.agents,
+                step=state.step,
+                initial_params=initial,
+                agents=held_out.agents,
             )
 
 
@@ -217,8 +225,13 @@ def drop_key(seed: int | Array) -> Key[Array, ""]:
 
 
 @jax.jit
-def _rates_of(learning_rates: ArrayLike, optimizer_state: optax.OptState) -> tuple[jax.Array, jax.Array]:
-    """Learning rates of the latest and the next update; steps without data made none, so their number says neither."""
-    count = optax.tree.get_all_with_path(optimizer_state, "count")[-1][1]  # the schedule's, after Adam's
-    rates = jnp.asarray(learning_rates)
+def _learning_rates(schedule_rates: ArrayLike, optimizer_state: optax.OptState) -> tuple[jax.Array, jax.Array]:
+    """Learning rates of the latest and the next update, which are not the step's: a step without data makes no update.
+
+    Args:
+        schedule_rates: the learning rate of each update.
+    """
+    counts = optax.tree.get_all_with_path(optimizer_state, "count")
+    count = counts[-1][1]  # The schedule's count comes after Adam's.
+    rates = jnp.asarray(schedule_rates)
     return rates[jnp.maximum(count - 1, 0)], rates[jnp.minimum(count, len(rates) - 1)]

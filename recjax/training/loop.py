@@ -5,19 +5,13 @@ sources that sample late or elsewhere, a queue in front of the update, checkpoin
 `recjax.runs.start.train` opens a run and gives it to `train_steps`.
 """
 
-import itertools
 import signal
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from recjax.algorithms.diagnostics import staleness
-from recjax.config.fields import value_of
-from recjax.errors import UserError
 from recjax.experience.batch import (
     Batch,
     check_graded_parts,
@@ -29,15 +23,13 @@ from recjax.experience.batch import (
 )
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
-from recjax.experience.queue import LEFT, LOST, Queue, deliver, put, replaced, take, wait_for_grades
+from recjax.experience.queue import Queue, deliver, put, replaced, take, wait_for_grades
 from recjax.runtime import hosts
 from recjax.runtime.console import under_way
 from recjax.training import schedule
+from recjax.training.loop_checks import check_staleness, too_few_groups
 from recjax.training.profile import profiled_steps
 from recjax.training.run import Run, State, Update
-
-_SAMPLED = "sampling the first batch, which compiles the sampler"
-_FROM_DATA = "taking the first batch of stored completions or demonstrations"
 
 
 class Preempted(SystemExit):
@@ -67,38 +59,49 @@ def train_steps(run: Run, state: State) -> State:
     if run.saver.newest is None:
         run.log.begin(state, evaluated(run, state, "before"))
         state = saved(run, state)
-    traced = config.training.profile_steps
-    folder = Path(config.output) / "profile"
+    first_batch = "taking the first batch of stored completions or demonstrations"
+    if config.samples_training_data:
+        first_batch = "sampling the first batch, which compiles the sampler"
     batch: Any = None
-    with closing(profiled_steps(first, last, traced, folder, lambda: jax.block_until_ready(state.trained))) as steps:
+    with closing(
+        profiled_steps(
+            first,
+            last,
+            traced=config.training.profile_steps,
+            folder=Path(config.output) / "profile",
+            wait=lambda: jax.block_until_ready(state.trained),
+        )
+    ) as steps:
         for step in steps:
             run.saver.check()
 
             # --- Sync, sample, queue, pad. A batch of several updates stays in the state between them, also on disk.
-            begins = not state.groups
-            queue_before = state.queue if begins else None
-            if begins:
-                with under_way(_SAMPLED if config.samples_training_data else _FROM_DATA, step == first):
+            is_new_batch = schedule.starts_batch(step, config.training.updates)
+            queue_before = state.queue
+            if is_new_batch:
+                with under_way(first_batch, step == first):
                     state = next_groups(run, state, step)
                 if not state.groups:  # a signal arrived during the wait
                     break
-            if begins or step == first:
+            if is_new_batch or step == first:
                 with run.phase("sample"):
                     batch = padded(run, state.groups)
             check_staleness(run, state.queue, batch, step)
-            if begins:
+            if is_new_batch:
                 # Before the update: it donates the trained parameters, of which the sampler may keep a copy.
                 state = keep_behavior_params(run, state, step)
 
             # --- Update. The device computes it while the host logs.
             with under_way("compiling the update", step == first), run.phase("update"):
-                state, update = updated(run, state, batch, step, queue_before)
+                state, update = updated(run, state, batch, step)
 
             # --- Log and evaluate. Before this, the previous step's row is written: its numbers are there by now.
             run.log.settle()
             # Recorded completions stay in the record, so weights that are not finite must not sample them. The row of
             # the weights that sampled this batch is read by now.
             run.source.write_record()
+            if is_new_batch:
+                update = update._replace(queue_before=queue_before)
             row = run.log.row(update, state)
             evaluates = schedule.evaluates(step, config)
             if evaluates:
@@ -141,7 +144,9 @@ def next_groups(run: Run, state: State, step: int) -> State:
     state = sync_sampler(run, state, step)
     before = state.queue
     source.begin_step(state)
-    for idle in itertools.count(1):
+    rounds = 0
+    while True:
+        rounds += 1
         state = state._replace(queue=state.queue._replace(round=state.queue.round + 1))
         for wait in (False, True):  # the source waits only if there are too few groups
             queue = state.queue
@@ -156,44 +161,26 @@ def next_groups(run: Run, state: State, step: int) -> State:
             state = state._replace(queue=queue)
         if source.endless and run.stopping:
             return state
-        if idle >= settings.idle_rounds and not source.endless:
-            raise UserError(f"step {step}", _too_few(run, queue.counts - before.counts))
-    raise AssertionError("the rounds have no end")
-
-
-def _too_few(run: Run, removed: Counter[str]) -> str:
-    """Reasons, by their metrics, for which too few groups remain, and the remedies that apply.
-
-    Args:
-        removed: the queue's counts since the last step.
-    """
-    names = {reason: f"experience/left_out/{reason}" for reason in (*LOST, *LEFT)}
-    names |= {f"ungraded/{kind}": f"{family}/{kind}" for family, kinds in run.failures.items() for kind in kinds}
-    counted = ", ".join(f"{name} {removed[reason]}" for reason, name in names.items() if removed[reason])
-    remedies = {
-        "grading/": "let the reward function return numbers, or leave out problems that it cannot grade",
-        "agent/": "correct the agent, or set task.agent_failure_reward",
-        "no_signal": "choose problems whose completions differ in reward",
-    }
-    chosen = [remedy for name, remedy in remedies.items() if name in counted]
-    limits = ("experience.replay", "experience.refill", "experience.late.deadline", "regime.max_staleness")
-    chosen += [f"relax {name}" for name in limits if value_of(run.config, name) is not None]
-    return f"{removed['batches']} batches were sampled, but too few groups remain ({counted}); {'; '.join(chosen)}"
+        if rounds >= settings.idle_rounds and not source.endless:
+            raise too_few_groups(run, step, removed=state.queue.counts - before.counts)
 
 
 def sync_sampler(run: Run, state: State, step: int) -> State:
     """Gives the sampler the trained parameters before a batch if that is due; returns the state."""
     regime = run.config.regime
     batch = schedule.batch_of(step, run.config.training.updates)
-    is_due = schedule.is_sync(batch, regime) and state.version != step - 1
-    return state._replace(behavior_params=None, version=step - 1) if is_due else state
+    if schedule.is_sync(batch, regime) and state.version != step - 1:
+        return state._replace(behavior_params=None, version=step - 1)
+    return state
 
 
 def keep_behavior_params(run: Run, state: State, step: int) -> State:
     """Copies the weights before a batch's first update if the sampler keeps them; returns the state."""
     batch = schedule.batch_of(step, run.config.training.updates)
-    keeps = run.config.samples_training_data and not schedule.is_sync(batch + 1, run.config.regime)
-    return state._replace(behavior_params=run.learner.behavior_params(state, copy=True) if keeps else None)
+    kept = None
+    if run.config.samples_training_data and not schedule.is_sync(batch + 1, run.config.regime):
+        kept = run.learner.behavior_params(state, copy=True)
+    return state._replace(behavior_params=kept)
 
 
 def wait_for_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Queue:
@@ -209,71 +196,65 @@ def wait_for_due_grades(run: Run, queue: Queue, all_of_them: bool = False) -> Qu
 
 def padded(run: Run, groups: tuple[Group, ...]) -> Batch:
     """The batch of a step's groups, with the columns that the algorithm reads."""
-    experience = run.config.experience
+    config = run.config
     # Without a ratio, foreign completions need no log-probs, and the batch has none even where some are known.
-    has_logprobs = experience is None or experience.missing_logprobs != "unneeded"
-    reads_turns = run.algorithm.reads("turn_rewards", "token_turns")
-    turns = run.config.task.agent_turns if reads_turns else None
+    has_logprobs = config.experience is None or config.experience.missing_logprobs != "unneeded"
+    turns = None
+    if run.algorithm.reads("turn_rewards", "token_turns"):
+        turns = config.task.agent_turns
     if run.part_weights is not None:
         check_graded_parts(map(run.settings.judge.seen, groups), run.part_weights)
     batch = pad(groups, run.shape, logprobs=has_logprobs, turns=turns)
-    batch = with_top_tokens(batch, run.config.rollout.recorded_top_k if run.algorithm.score_centering else 0)
-    return batch if run.teacher_prompts is None else run.teacher_prompts(batch, groups)
+    top_tokens = 0
+    if run.algorithm.score_centering:
+        top_tokens = config.rollout.recorded_top_k
+    batch = with_top_tokens(batch, top_tokens)
+    if run.teacher_prompts is None:
+        return batch
+    return run.teacher_prompts(batch, groups)
 
 
-def updated(run: Run, state: State, batch: Batch, step: int, queue_before: Queue | None) -> tuple[State, Update]:
-    """Makes one optimizer step on a batch, or on its next minibatch; returns without waiting for the device.
-
-    Args:
-        queue_before: the queue before the batch left it; None after the first update of the batch.
-    """
+def updated(run: Run, state: State, batch: Batch, step: int) -> tuple[State, Update]:
+    """Makes one optimizer step on a batch, or on its next minibatch; returns without waiting for the device."""
     training = run.config.training
-    begins = queue_before is not None
+    is_new_batch = schedule.starts_batch(step, training.updates)
     learned_from = to_learn_from(batch, run.config.task)
     # Batches of different sources have different reward parts, so only an algorithm that reads them gets them.
     weighted = with_part_weights(learned_from, run.part_weights)
     layout = _layout(run, state, learned_from, step)
-    totals = state.totals | {
-        "row_doublings": layout.doublings,
-        "tokens": state.totals["tokens"] + begins * int(batch.completion_mask.sum()),
-    }
+    totals = state.totals | {"row_doublings": layout.doublings}
+    if is_new_batch:
+        totals["tokens"] += int(batch.completion_mask.sum())
     state = state._replace(totals=totals)
     proximal = state.proximal_logprobs
-    if begins and training.updates > 1:
+    if is_new_batch and training.updates > 1:
         # All updates of a batch clip around the policy before the first one, which has to be scored now.
-        layouts = (_layout(run, state, learned_from, each) for each in range(step, step + training.minibatches))
+        steps = range(step, step + training.minibatches)
+        layouts = (_layout(run, state, learned_from, minibatch_step) for minibatch_step in steps)
         run.device.call()
         proximal = run.learner.proximal_logprobs(state.trained, weighted, layouts)
     run.device.call()
     trained, measured, tokens = run.learner.update(state.trained, weighted, layout, step, proximal)
     run.device.wait_for(measured)
-    update = Update(step, state.groups, batch, learned_from, layout, measured, tokens, queue_before)
-    if step % training.updates == 0:
-        return state._replace(step=step, trained=trained, groups=(), proximal_logprobs=None), update
-    return state._replace(step=step, trained=trained, proximal_logprobs=proximal), update
+    update = Update(
+        step=step,
+        groups=state.groups,
+        batch=batch,
+        learned_from=learned_from,
+        layout=layout,
+        metrics=measured,
+        tokens=tokens,
+    )
+    state = state._replace(step=step, trained=trained, proximal_logprobs=proximal)
+    if step % training.updates == 0:  # the batch ends
+        state = state._replace(groups=(), proximal_logprobs=None)
+    return state, update
 
 
 def _layout(run: Run, state: State, batch: Batch, step: int) -> Layout:
     """The micro-batches of a step, which trains on the whole batch or on one of its minibatches."""
     rows = minibatch_rows(batch, len(state.groups), step - 1, run.config.training, run.config.seed)
     return run.learner.layout(batch, rows, state.totals.get("row_doublings"))
-
-
-def check_staleness(run: Run, queue: Queue, batch: Batch, step: int) -> None:
-    """Checks that a synchronous run trains on a batch of the staleness that its regime promises.
-
-    Raises:
-        AssertionError: the staleness differs.
-    """
-    # A group of the next batch replaces a group without any reward, and the run trains on the rest of that batch later.
-    all_there = queue.counts["groups_without_reward"] == 0
-    if run.config.experience is None and run.config.regime.mode == "sync" and all_there:
-        measured = staleness(step, batch.policy_version[batch.completion_mask.any(-1)])
-        sampler = step - 1 - schedule.expected_staleness(step, run.config.regime, run.config.training.updates)
-        task = run.config.task
-        expected = sorted({step - 1 - task.seat_version(seat, sampler) for seat in task.trained_seats})
-        if not np.isin(measured, expected).all():
-            raise AssertionError(f"step {step}: staleness is {np.unique(measured)}, but the regime gives {expected}")
 
 
 # --- Evaluate and save.

@@ -34,22 +34,26 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int | None = N
     Raises:
         UserError: the product of the sizes is not the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
-    is_absent = isinstance(devices, int)
-    count = devices if is_absent else len(devices)
+    if devices is None:
+        devices = jax.devices()
+    count = devices if isinstance(devices, int) else len(devices)
     sizes = {name: size for name, size in config.model_dump().items() if name != "expert" or size != 1}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
     product = math.prod(size for size in sizes.values() if size != -1)
     has_rest = -1 in sizes.values()
     if count % product or (not has_rest and product != count):
+        relation = "divide" if has_rest else "equal"
         raise UserError(
             "mesh",
-            f"{shown}: {product} does not {'divide' if has_rest else 'equal'} the number of devices, {count}",
+            f"{shown}: {product} does not {relation} the number of devices, {count}",
             "set sizes with this product, or set one of them to -1 for the remaining devices",
         )
     shape = tuple(count // product if size == -1 else size for size in sizes.values())
-    axes = {"axis_names": tuple(sizes), "axis_types": (AxisType.Auto,) * len(sizes)}
-    return AbstractMesh(shape, **axes) if is_absent else jax.make_mesh(shape, **axes, devices=list(devices))
+    names = tuple(sizes)
+    types = (AxisType.Auto,) * len(sizes)
+    if isinstance(devices, int):
+        return AbstractMesh(shape, axis_names=names, axis_types=types)
+    return jax.make_mesh(shape, axis_names=names, axis_types=types, devices=list(devices))
 
 
 def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
@@ -64,18 +68,20 @@ def check_fits(mesh: AnyMesh, decoder: DecoderConfig) -> None:
     """
     if mesh.shape.get("expert", 1) > 1 and decoder.experts is None:
         raise UserError("mesh.expert", "the model has no experts", "set 1", value=mesh.shape["expert"])
-    for axis, whole, what in (
-        ("expert", decoder.experts.count if decoder.experts else 1, "experts"),
+    dimensions = [
         ("tensor", decoder.num_heads, "attention heads"),
         ("tensor", decoder.intermediate_size, "units of the MLP"),
         ("fsdp", decoder.hidden_size, "units of the stream"),
-    ):
+    ]
+    if decoder.experts is not None:
+        dimensions.insert(0, ("expert", decoder.experts.count, "experts"))
+    for axis, count, units in dimensions:
         size = mesh.shape.get(axis, 1)
-        if whole % size:
-            largest = math.gcd(whole, mesh.size)
+        if count % size:
+            largest = math.gcd(count, mesh.size)
             raise UserError(
                 f"mesh.{axis}",
-                f"does not divide the model's {whole} {what}",
+                f"does not divide the model's {count} {units}",
                 f"set {largest}, which also divides the {mesh.size} devices, or another common divisor",
                 value=size,
             )

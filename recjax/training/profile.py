@@ -23,7 +23,10 @@ def profiled_steps(
         folder: folder of the traces; each process of a run with several makes a folder of its own there.
         wait: function that returns once the devices are idle, so that a trace has only its own steps, and these whole.
     """
-    begins, ends = (max(first, traced[0]), traced[1]) if traced else (0, 0)
+    begins = ends = 0  # no step
+    if traced:
+        begins = max(first, traced[0])
+        ends = traced[1]
     with contextlib.ExitStack() as trace:
         for step in range(first, last + 1):
             if begins == step <= ends:

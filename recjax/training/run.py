@@ -100,15 +100,26 @@ class Source:
 
 
 class Computes(Protocol):
-    """The methods of a learner that the loop calls; `recjax.training.learner.Learner` documents them."""
+    """The methods of a learner that the loop calls; see `recjax.training.learner.Learner`."""
 
-    def behavior_params(self, state: State, copy: bool = False) -> dict: ...
+    def behavior_params(self, state: State, copy: bool = False) -> dict:
+        """Returns the sampler's parameters; with `copy`, none of the arrays that an update will donate."""
+        ...
 
-    def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout: ...
+    def layout(self, batch: Batch, rows: Bool[np.ndarray, " batch"] | None, doublings: int | None) -> Layout:
+        """Returns the micro-batches of an update.
+
+        Args:
+            rows: the minibatch's rows; None for the complete batch.
+            doublings: `Layout.doublings` of the run's earlier updates; None before the first.
+        """
+        ...
 
     def proximal_logprobs(
         self, trained: TrainState, batch: Batch, layouts: Iterable[Layout]
-    ) -> Float[Array, "batch time"] | None: ...
+    ) -> Float[Array, "batch time"] | None:
+        """Returns the log-probs of a batch before its first update; None if the algorithm does not read them."""
+        ...
 
     def update(
         self,
@@ -117,9 +128,16 @@ class Computes(Protocol):
         layout: Layout,
         step: int,
         proximal_logprobs: Float[Array, "batch time"] | None = None,
-    ) -> tuple[TrainState, dict, TokenResults]: ...
+    ) -> tuple[TrainState, dict, TokenResults]:
+        """Makes one optimizer step; returns the new state, metrics and per-token results.
 
-    def evaluate(self, state: State) -> Any: ...
+        The device may still compute them after the call returns. The given state is donated.
+        """
+        ...
+
+    def evaluate(self, state: State) -> Any:
+        """Evaluates the trained policy; `Logs.evaluation` takes the result."""
+        ...
 
 
 class Update(NamedTuple):
@@ -132,7 +150,7 @@ class Update(NamedTuple):
     layout: the micro-batches.
     metrics: the update's metrics; the device may still compute them.
     tokens: the update's per-token results.
-    queue_before: the queue before the groups left it; None after the first update of the batch.
+    queue_before: the queue before the groups left it, in the first update of the batch; None in later ones.
     """
 
     step: int
@@ -142,34 +160,52 @@ class Update(NamedTuple):
     layout: Layout
     metrics: dict
     tokens: TokenResults
-    queue_before: Queue | None
+    queue_before: Queue | None = None
 
 
 class Logs(Protocol):
-    """The methods of a run's log that the loop calls; `recjax.logs.log.RunLog` documents them."""
+    """The methods of a run's log that the loop calls; see `recjax.logs.log.RunLog`."""
 
-    def begin(self, state: State, measured: dict[str, float]) -> None: ...
+    def begin(self, state: State, measured: dict[str, float]) -> None:
+        """Writes the row of step 0.
 
-    def row(self, update: Update, state: State) -> dict[str, Any]: ...
+        Args:
+            measured: metrics of the evaluation before the first step.
+        """
 
-    def read(self, row: dict[str, Any]) -> dict[str, Any]: ...
+    def row(self, update: Update, state: State) -> dict[str, Any]:
+        """Returns the metrics of a step, some of which the device may still compute."""
+        ...
 
-    def evaluation(self, evaluation: Any, step: int, name: str) -> dict[str, float]: ...
+    def read(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Waits for the metrics of a row; returns the row with numbers, or raises if they are not finite."""
+        ...
 
-    def hold(self, row: dict[str, Any], state: State) -> None: ...
+    def evaluation(self, evaluation: Any, step: int, name: str) -> dict[str, float]:
+        """Returns the metrics of an evaluation, and saves its completions under a name."""
+        ...
 
-    def settle(self) -> None: ...
+    def hold(self, row: dict[str, Any], state: State) -> None:
+        """Takes the complete row of a step, to write it when the device has computed its numbers."""
+
+    def settle(self) -> None:
+        """Writes the row that `hold` has taken, if there is one."""
 
 
 class Saves(Protocol):
-    """The members of a run folder that the loop uses; `recjax.runs.checkpoint.Saver` documents them."""
+    """The members of a run folder that the loop uses; see `recjax.runs.checkpoint.Saver`."""
 
     @property
-    def newest(self) -> int | None: ...
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint; None before the first."""
+        ...
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Raises if this process does not hold the run folder any more."""
 
-    def save(self, state: State) -> State: ...
+    def save(self, state: State) -> State:
+        """Writes a checkpoint of a state; returns the state that the checkpoint contains."""
+        ...
 
 
 class Run(NamedTuple):
@@ -189,7 +225,8 @@ class Run(NamedTuple):
     phase: context manager that adds the seconds of a `with` block to a phase's name.
     after_step: called when a step has ended, with its number in this process, from 0.
     stopping: numbers of the received signals that stop the run.
-    teacher_prompts: function that adds a teacher's prompts to a batch of groups; None without `task.teacher_template`.
+    teacher_prompts: function that adds a teacher's prompts to a batch of groups; None if `task.teacher_template` is not
+        set.
     """
 
     config: Config

@@ -14,6 +14,11 @@ def batch_of(step: int, updates: int) -> int:
     return (step - 1) // updates + 1
 
 
+def starts_batch(step: int, updates: int) -> bool:
+    """True if a step makes the first update of a batch."""
+    return (step - 1) % updates == 0
+
+
 def evaluates(step: int, config: Config) -> bool:
     """True if the policy is evaluated after a step."""
     every = config.evaluation.every

@@ -297,17 +297,19 @@ def _batch_values(
 ) -> losses.BatchValues:
     """The values of the whole batch that `row_terms` reads; scores are computed if the algorithm reads them."""
     algorithm = recipe.algorithm
-
-    def scored_by(decoder: Decoder, params: dict, batch: Batch = batch) -> TokenScores:
-        scores = batch_logprobs(layout, decoder, params, batch, sampling=recipe.sampling, chunk=recipe.chunk)
-        return jax.tree.map(devices.whole, scores)
-
     sampled_mask = batch.completion_mask
+    taught = None
+    if batch.teacher_prompt_mask is not None:
+        taught = batch.teacher_prompt_mask.any(-1)
+    observation_mask = None
+    if algorithm.observations is not None:
+        observation_mask = batch.real_tokens & ~sampled_mask & sampled_mask.any(-1, keepdims=True)
+    no_key: Any = None  # The key has no rows; it is equal on all devices.
     values = losses.BatchValues(
         batch.rewards,
         batch.group_ids,
         sampled_mask.any(-1),
-        context.key,
+        no_key,
         completion_mask=sampled_mask,
         foreign=batch.policy_version == FOREIGN,
         reward_parts=batch.reward_parts,
@@ -317,31 +319,32 @@ def _batch_values(
         token_turns=batch.token_turns,
         minibatch=layout.rows,
         proximal_logprobs=context.proximal_logprobs,
+        taught=taught,
+        observation_mask=observation_mask,
     )
-    if batch.teacher_prompt_mask is not None:
-        values = values._replace(taught=batch.teacher_prompt_mask.any(-1))
-    if algorithm.observations is not None:
-        observed = batch.real_tokens & ~sampled_mask & sampled_mask.any(-1, keepdims=True)
-        values = values._replace(observation_mask=observed)
-    # The key is equal on all devices and has no rows.
-    no_key: Any = None
-    values = jax.tree.map(devices.whole, values._replace(key=no_key))._replace(key=context.key)
+    values = jax.tree.map(devices.whole, values)
+
+    def scored_by(decoder: Decoder, params: dict, read: Batch) -> TokenScores:
+        scores = batch_logprobs(layout, decoder, params, read, recipe.sampling, recipe.chunk)
+        return jax.tree.map(devices.whole, scores)
+
     # A forward pass over the whole batch costs a third of the update, so it runs only for what reads its results.
-    needs_scoring = algorithm.needs_scoring
+    needs_scores = algorithm.needs_scoring
     if context.proximal_logprobs is not None:
-        needs_scoring = algorithm.needs_rescoring
-    if needs_scoring:
-        scores = scored_by(recipe.decoder, combine(state.params, context.frozen))
+        needs_scores = algorithm.needs_rescoring
+    scored = None
+    if needs_scores:
+        scores = scored_by(recipe.decoder, combine(state.params, context.frozen), batch)
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
-        values = values._replace(scored=losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs))
+        scored = losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs)
+    teacher_logprobs = None
     if algorithm.reads_teacher_logprobs:
         read = freely_routed(batch)
         if batch.teacher_prompts is not None:
             read = read._replace(prompts=batch.teacher_prompts, prompt_mask=_teacher_prompt_mask(batch))
         assert recipe.teacher is not None
-        logprobs = scored_by(recipe.teacher, _teacher_params(state, context), read).logprobs
-        values = values._replace(teacher_logprobs=logprobs)
-    return values
+        teacher_logprobs = scored_by(recipe.teacher, _teacher_params(state, context), read).logprobs
+    return values._replace(key=context.key, scored=scored, teacher_logprobs=teacher_logprobs)
 
 
 def _teacher_params(state: TrainState, context: UpdateContext) -> dict:

@@ -23,7 +23,8 @@ from recjax.rewards.reward import load_reward
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
 from recjax.rollout.requests import Sampled
-from recjax.runs.policies import OpenedPolicy, sampled_rows
+from recjax.runs.policies import OpenedPolicy
+from recjax.runs.sampled_rows import sampled_rows
 from recjax.runtime.clocks import PhaseSeconds
 from recjax.sources.sampling import BatchSampler
 from recjax.tasks.problems import Problem, Task

@@ -20,7 +20,8 @@ from recjax.logs.metrics import MetricsWriter
 from recjax.models.trainable import fingerprint
 from recjax.runs import checkpoint
 from recjax.runs import folder as run_folder
-from recjax.runs.policies import run_config
+from recjax.runs.spec import check_config_file, dotted
+from recjax.runs.stored_runs import run_config
 from recjax.runtime import files
 from recjax.store.store import Store
 from tests.experience.rows import grouped
@@ -87,8 +88,9 @@ def _config(made: Subject) -> Any:
     given = load_config(made.place.config, [*made.options, LONGER, f"output={made.output}"])
     run_folder.check_run_folder(given, overwrite=False)
     config = run_config(made.output)
-    run_folder.check_config_file(made.output, config, checkpoint.progress(made.output / "checkpoints", 12))
-    fixed = dict(run_folder._dotted(config.model_dump()).items())
+    progress = checkpoint.progress(made.output / "checkpoints", 12)
+    check_config_file(made.output, config, progress["totals"]["config"])
+    fixed = dotted(config.model_dump())
     return {key: value for key, value in fixed.items() if key not in MAY_CHANGE}
 
 

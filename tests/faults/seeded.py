@@ -52,8 +52,8 @@ class Fault(NamedTuple):
 _QUEUE, _REPLAY = "tests/experience/test_queue.py", "tests/experience/test_replay.py"
 _LOOP, _FED = "tests/training/test_loop.py", "tests/sources/test_fed_training.py"
 _RESUME = "tests/runs/test_resume.py::test_kill_and_resume_equals_straight_through"
-_KEYS = f"{_LOOP}::test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice"
-_ON_POLICY = f"{_LOOP}::test_reference_kl_is_zero_at_the_start_and_read_later_and_on_policy_ratios_are_one"
+_KEYS = f"{_LOOP}::test_seeds_differ_and_no_key_is_reused"
+_ON_POLICY = f"{_LOOP}::test_reference_kl_starts_at_zero_with_ratios_of_one"
 _SELF_TAUGHT = "tests/training/test_self_distillation.py"
 _ENGINE, _SAMPLER = "tests/rollout/test_engine.py", "tests/rollout/test_sampler.py"
 
@@ -180,7 +180,7 @@ FAULTS = {
         "recjax/training/loop.py",
         "if run.saver.newest != state.step:",
         "if False:",
-        (f"{_LOOP}::test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint",),
+        (f"{_LOOP}::test_stopped_run_finishes_its_step_and_resumes",),
     ),
     "loop-last-step-not-evaluated": Fault(
         "the last step is evaluated only where evaluation.every divides it",
@@ -416,8 +416,8 @@ FAULTS = {
     "update-teacher-gets-shared-beginnings": Fault(
         "a teacher whose decoder cannot read rows with a shared beginning gets them all the same",
         "recjax/training/learner.py",
-        "doublings, teacher=recipe.teacher)",
-        "doublings)",
+        "doublings=doublings, teacher=recipe.teacher",
+        "doublings=doublings",
         ("tests/training/test_layout.py",),
     ),
     "experience-mixed-rows-have-an-age": Fault(

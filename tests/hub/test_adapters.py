@@ -12,7 +12,7 @@ from recjax.hub.tokenizers import character_tokenizer
 from recjax.hub.weights import load_pretrained, pretrained_config
 from recjax.models.decoder import Decoder, abstract_params, logits
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, split_params
-from recjax.runs.policies import _restored
+from recjax.runs.policies import read_trained
 from tests.closeness import assert_close
 from tests.hub.test_families import random_model
 from tests.marks import campaign
@@ -41,7 +41,7 @@ def run(request, tmp_path_factory):
 
 def our_logits(folder, config):
     decoder_config = adapted(pretrained_config(folder / "base"), config.model.lora)
-    adapters = _restored(folder / "run", 2, split_params(abstract_params(decoder_config), config.model)[0])
+    adapters = read_trained(folder / "run", 2, split_params(abstract_params(decoder_config), config.model)[0])
     assert all(is_adapter(path) for path in flatten(adapters))
     params = combine(load_pretrained(folder / "base")[1], adapters)
     positions, mask = jnp.broadcast_to(jnp.arange(7), (2, 7)), jnp.ones((2, 7), bool)
@@ -74,8 +74,8 @@ def test_the_base_of_exported_adapters_is_found_from_any_folder(run, tmp_path, m
     folder, config = run
     relative = config.model_copy(update={"model": config.model.model_copy(update={"path": "base"})})
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("recjax.runs.policies.run_config", lambda run: relative)
-    monkeypatch.setattr("recjax.runs.policies._whole_step", lambda *_: 2)
+    monkeypatch.setattr("recjax.runs.export.run_config", lambda run: relative)
+    monkeypatch.setattr("recjax.runs.policies.whole_step", lambda *_: 2)
     export(str(folder / "run"), None, str(tmp_path / "adapters"), None, "float32", adapters=True)
     said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str((folder / "base").resolve())

@@ -21,7 +21,8 @@ from recjax.models.decoder import abstract_params
 from recjax.models.decoder_config import DELTA_PROJECTIONS, DecoderConfig, DeltaNet, ExpertOptions
 from recjax.models.trainable import adapted, combine, flatten, is_adapter, merged, unflatten
 from recjax.planning.programs import resolve_shapes
-from recjax.runs.policies import open_policy, with_start
+from recjax.runs.policies import open_policy
+from recjax.runs.resolve import resolve_start
 from tests.closeness import assert_close
 from tests.hub.test_export import CONTAINERS as MULTIMODAL
 from tests.hub.test_export import TOKENS, our_logits, random_multimodal
@@ -221,19 +222,19 @@ def test_the_adapter_sets_the_adapters_settings_and_the_base(tmp_path, caplog):
     (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA))
     written(tmp_path / "adapter", fields={"base_model_name_or_path": str(tmp_path / "base")})
     adapter = f"model.adapter={tmp_path / 'adapter'}"
-    model = with_start(configured(tmp_path, adapter)).model
+    model = resolve_start(configured(tmp_path, adapter)).model
     assert (model.path, model.lora) == (str(tmp_path / "base"), LoraConfig(rank=3, alpha=5.0, targets=["query"]))
-    assert with_start(configured(tmp_path, adapter).model_copy(update={"model": model})).model == model
-    assert with_start(configured(tmp_path, adapter, "model.merge_adapter=true")).model.lora is None
+    assert resolve_start(configured(tmp_path, adapter).model_copy(update={"model": model})).model == model
+    assert resolve_start(configured(tmp_path, adapter, "model.merge_adapter=true")).model.lora is None
     assert not caplog.text
     (tmp_path / "base").rename(tmp_path / "other")
-    assert with_start(configured(tmp_path, adapter, f"model.path={tmp_path / 'other'}")).model.lora == model.lora
+    assert resolve_start(configured(tmp_path, adapter, f"model.path={tmp_path / 'other'}")).model.lora == model.lora
     assert "was trained on the base" in caplog.text
     with pytest.raises(ValueError, match=r"model.lora = \{'rank': 2.* has \{'rank': 3.*remove model.lora"):
-        with_start(configured(tmp_path, adapter, f"model.path={tmp_path / 'other'}", "model.lora={rank: 2}"))
+        resolve_start(configured(tmp_path, adapter, f"model.path={tmp_path / 'other'}", "model.lora={rank: 2}"))
     written(tmp_path / "adapter", fields={"base_model_name_or_path": None})
     with pytest.raises(ValueError, match="model.adapter = .*: its base is None, revision 'main'; set model.path"):
-        with_start(configured(tmp_path, adapter))
+        resolve_start(configured(tmp_path, adapter))
 
 
 PEFT = {  # options of peft.LoraConfig, by family

@@ -30,7 +30,7 @@ from recjax.planning.dry_run import (
 )
 from recjax.planning.programs import batch_arrays, resident_arrays, resolve_shapes
 from recjax.planning.targets import ACCELERATORS, device_memory, named_devices
-from recjax.runs import policies
+from recjax.runs import other_models
 from recjax.runs.prepare import prepare
 from recjax.training.mesh import make_mesh
 from recjax.training.update import TrainState, UpdateContext, hyperparameters_of, make_optimizer, recipe_of, update
@@ -485,9 +485,9 @@ def test_a_teachers_kernel_is_that_of_the_planned_devices(tiny, monkeypatch):
     config = tiny(*options)
     model = resolve_shapes(config)[0]
     monkeypatch.setattr(programs, "teacher_shape", lambda config: model.decoder.config)
-    monkeypatch.setattr(policies, "teacher_shape", lambda config: model.decoder.config)
+    monkeypatch.setattr(other_models, "teacher_shape", lambda config: model.decoder.config)
     weights = resident_arrays(config, model)[programs.TEACHER].tree
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} >= {jnp.dtype(jnp.bfloat16)}
     gpu = mock.Mock(jax.Device, platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     gpu.compute_capability = "9.0"
-    assert policies.teacher_decoder(config, gpu).attention == "cudnn"
+    assert other_models.teacher_decoder(config, gpu).attention == "cudnn"

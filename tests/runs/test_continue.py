@@ -14,9 +14,12 @@ from recjax.config import TrainingConfig, load_config
 from recjax.models.trainable import combine, flatten, is_adapter
 from recjax.planning.dry_run import dry_run
 from recjax.runs import checkpoint, policies
-from recjax.runs.folder import base_policy, check_run_folder, open_run_folder
-from recjax.runs.policies import open_policy, with_pinned, with_start
+from recjax.runs.folder import check_run_folder, open_run_folder
+from recjax.runs.policies import open_policy
+from recjax.runs.resolve import resolve_config, resolve_start
+from recjax.runs.spec import check_weights, spec_of
 from recjax.runs.start import begin
+from recjax.runs.stored_runs import base_policy
 from tests.training.counting import count
 from tests.training.tiny_run import TINY, one_device, train
 
@@ -28,7 +31,7 @@ LETTERS = "task={arithmetic: {problems: ['1..9 - 1..9'], template: 'x{a}{op}{b}=
 def begun(config):
     """The run and the state before its first step, from a config as a user gives it."""
     with one_device():
-        run, state = begin(with_start(with_pinned(config, overwrite=False), overwrite=False), overwrite=False)
+        run, state = begin(spec_of(resolve_config(config, overwrite=False)), overwrite=False)
     run.manager.close()
     return run, state
 
@@ -72,7 +75,7 @@ def continued(tiny, name, *overrides):
     return tiny(name, f"model.run={first}", "model.decoder=null", *overrides)
 
 
-def test_a_run_begins_with_the_weights_and_the_moments_of_another(tiny):
+def test_continued_run_starts_with_weights_and_moments(tiny):
     _, before = trained(tiny("first"))
     run, after = begun(continued(tiny, "second", "optimizer.learning_rate=0.5", KL, "algorithm.preset=grpo"))
     assert after.step == after.version == 0
@@ -94,7 +97,7 @@ def test_a_run_begins_with_the_momentum_of_another(tiny):
     assert updates.count == 0, "the schedule is that of the new run"
 
 
-def test_a_constant_teacher_is_the_policy_before_the_first_step(tiny):
+def test_constant_teacher_is_the_initial_policy(tiny):
     teacher = ["model.teacher=policy", "task.teacher_template={answer}={prompt}", "task.teacher_tokens=8"]
     teacher += ["algorithm.teacher_divergence.coefficient=0.5"]
     _, before = trained(tiny("first", *teacher, "model.teacher_rate=0.1"))
@@ -108,23 +111,23 @@ def test_a_constant_teacher_is_the_policy_before_the_first_step(tiny):
     assert same(moving.trained.optimizer_state[2].average, average.average)
 
 
-def test_the_start_of_a_run_stays_when_the_other_run_goes_on(tiny):
+def test_start_stays_when_the_other_run_trains_on(tiny):
     _, before = trained(tiny("first"), 4)
     second = continued(tiny, "second")
     begun(second)
     trained(tiny("first"), 5)
     assert same(begun(second)[1].trained.params, before.trained.params)
-    assert with_start(second, overwrite=False).model.run.endswith("first/checkpoints/4")
-    assert with_start(continued(tiny, "third")).model.run.endswith("first/checkpoints/5")
-    open_run_folder(second, overwrite=False)  # as the user gives it again
+    assert resolve_config(second, overwrite=False).model.run.endswith("first/checkpoints/4")
+    assert resolve_start(continued(tiny, "third")).model.run.endswith("first/checkpoints/5")
+    open_run_folder(spec_of(second), overwrite=False)  # as the user gives it again
     other = continued(tiny, "second")
     other = other.model_copy(update={"model": other.model.model_copy(update={"run": f"{second.model.run}x"})})
     with pytest.raises(ValueError, match="run of another config"):
-        open_run_folder(other, overwrite=False)
+        open_run_folder(spec_of(other), overwrite=False)
 
 
 @pytest.mark.parametrize("key", ["teacher", "reference"])
-def test_another_model_of_a_run_stays_when_its_run_goes_on(tiny, key):
+def test_other_model_stays_when_its_run_trains_on(tiny, key):
     _, before = trained(tiny("first"), 4)
     changes = {"teacher": ["algorithm.preset=on_policy_distillation"], "reference": [KL, "algorithm.preset=grpo"]}[key]
     config = tiny("second", f"model.{key}={tiny('first').output}", *changes)
@@ -142,20 +145,18 @@ def test_another_model_of_a_run_stays_when_its_run_goes_on(tiny, key):
         begun(config)
 
 
-def test_changed_weights_are_refused_or_named_at_a_resume(tiny, monkeypatch, caplog):
+def test_changed_weights_are_refused_or_named_at_a_resume(tiny, caplog):
     config = tiny("run", "model.decoder=null", "model.path=folder")
     names = {checkpoint.BASE: "old", "model.teacher (float32)": "old"}
-    monkeypatch.setattr(checkpoint, "progress", lambda *_: {"totals": {"weights": names}})
-    checkpoint.check_weight_digests(config, 3, names | {"model.reference (float32)": "new"}, True)
+    check_weights(config, names, names | {"model.reference (float32)": "new"}, True)
     with pytest.raises(ValueError, match="model.teacher .float32.: the weights changed .*old then, new now"):
-        checkpoint.check_weight_digests(config, 3, {"model.teacher (float32)": "new"}, True)
+        check_weights(config, names, {"model.teacher (float32)": "new"}, True)
     with pytest.raises(ValueError, match="initial policy: the weights changed"):
-        checkpoint.check_weight_digests(config, 3, {checkpoint.BASE: "new"}, True)
+        check_weights(config, names, {checkpoint.BASE: "new"}, True)
     assert not caplog.text
-    checkpoint.check_weight_digests(config, 3, {checkpoint.BASE: "new"}, False)
-    checkpoint.check_weight_digests(
-        tiny("run"), 3, {checkpoint.BASE: "new"}, True
-    )  # random weights, which may be rounded
+    check_weights(config, names, {checkpoint.BASE: "new"}, False)
+    random_weights = tiny("run")  # which may be rounded
+    check_weights(random_weights, names, {checkpoint.BASE: "new"}, True)
     assert caplog.text.count("initial policy: the weights changed") == 2
 
 
@@ -175,7 +176,7 @@ def test_the_best_checkpoint_is_that_of_the_highest_accuracy(tiny):
     states = [trained(tiny("first"), step, accuracy)[1] for step, accuracy in ((4, 0.2), (5, 0.6), (6, 0.6))]
     folder = f"{tiny('first').output}/checkpoints"
     second = tiny("second", f"model.run={folder}/best", "model.decoder=null")
-    assert with_start(second).model.run == f"{folder}/5"
+    assert resolve_start(second).model.run == f"{folder}/5"
     assert same(open_policy(Path(tiny("first").output), step="best").params, states[1].trained.params)
     with one_device():
         assert same(open_policy(f"{folder}/best", second).params, states[1].trained.params)
@@ -211,7 +212,7 @@ def test_another_task_has_the_alphabet_of_the_first(tiny):
 def test_what_does_not_fit_is_refused_before_work_starts(tiny, first, overrides, words):
     overrides = [text.replace("{first}", first) for text in overrides]
     with pytest.raises(ValueError, match=words):
-        with_start(tiny("second", f"model.run={first}", "model.decoder=null", *overrides))
+        resolve_start(tiny("second", f"model.run={first}", "model.decoder=null", *overrides))
 
 
 @pytest.mark.slow
@@ -246,7 +247,7 @@ def test_the_reference_is_another_policy(tiny):
         begun(tiny("fourth", KL, wide, f"model.reference={tiny('first').output}"))
 
 
-def test_a_run_resumes_with_another_rate_where_that_is_asked_for_by_name(tiny):
+def test_named_settings_may_change_at_a_resume(tiny):
     count(tiny("run", "training.steps=3"))
     refused = "optimizer.learning_rate: 0.01 there, 0.5 now"
     with pytest.raises(ValueError, match=rf"{refused}.*training.resume_with=\[optimizer.learning_rate\] to resume"):
@@ -279,10 +280,10 @@ def test_a_run_resumes_with_another_rate_where_that_is_asked_for_by_name(tiny):
 def test_checkpoints_from_before_a_change_are_read_after_it(tiny):
     trained(tiny("run"))
     changed = ["algorithm.clip.epsilon_high=0.5", "training.resume_with=[algorithm.clip.epsilon_high]"]
-    open_run_folder(tiny("run", *changed), overwrite=False)
+    open_run_folder(spec_of(tiny("run", *changed)), overwrite=False)
     assert open_policy(Path(tiny("run").output)).version == 4
     with pytest.raises(ValueError, match="epsilon_high"):
-        open_run_folder(tiny("run"), overwrite=False)
+        open_run_folder(spec_of(tiny("run")), overwrite=False)
 
 
 @pytest.mark.slow
@@ -296,11 +297,11 @@ def test_a_continued_run_trains_with_its_own_schedule(tiny):
     assert train(other)[1]["learning_rate"] == pytest.approx(0.02)
 
 
-def test_a_checkpoint_that_goes_during_the_read_is_not_missed(tiny, monkeypatch):
+def test_deleted_checkpoint_is_replaced_during_the_read(tiny, monkeypatch):
     trained(tiny("first"), 4)
     _, newest = trained(tiny("first"), 5)
     folder = Path(tiny("first").output) / "checkpoints"
-    restored = policies._restored
+    restored = policies.read_trained
 
     def gone(run, step, like):
         if step == 4:
@@ -309,13 +310,13 @@ def test_a_checkpoint_that_goes_during_the_read_is_not_missed(tiny, monkeypatch)
         return restored(run, step, like)
 
     steps = iter((4, 5))
-    whole = policies._whole_step
-    monkeypatch.setattr(policies, "_restored", gone)
-    monkeypatch.setattr(policies, "_whole_step", lambda run, config, step: whole(run, config, next(steps)))
+    whole = policies.whole_step
+    monkeypatch.setattr(policies, "read_trained", gone)
+    monkeypatch.setattr(policies, "whole_step", lambda run, config, step: whole(run, config, next(steps)))
     assert same(open_policy(tiny("first").output).params, newest.trained.params)
-    monkeypatch.setattr(policies, "_whole_step", whole)
+    monkeypatch.setattr(policies, "whole_step", whole)
     monkeypatch.setattr(
-        policies, "_restored", lambda run, step, like: shutil.rmtree(folder / "5") or restored(run, step, like)
+        policies, "read_trained", lambda run, step, like: shutil.rmtree(folder / "5") or restored(run, step, like)
     )
     with pytest.raises(ValueError, match="checkpoints/5: the run deleted this checkpoint during the read"):
         open_policy(tiny("first").output, step=5)

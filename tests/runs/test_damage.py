@@ -18,7 +18,9 @@ from recjax.export import export
 from recjax.logs.metrics import MetricsWriter, read_metrics
 from recjax.runs import checkpoint, start
 from recjax.runs import folder as run_folder
-from recjax.runs.policies import open_policy, run_config
+from recjax.runs.policies import open_policy
+from recjax.runs.spec import check_config_file
+from recjax.runs.stored_runs import ENVIRONMENT, run_config
 from recjax.runtime import files
 from recjax.train import show_result
 from tests.marks import slow
@@ -108,7 +110,7 @@ QUICK = ("a flipped bit", "an emptied folder")
 @pytest.mark.parametrize(
     "damage", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in DAMAGES]
 )
-def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_happened(made, run, said, damage):
+def test_damaged_checkpoint_is_set_aside_without_changing_the_run(made, run, said, damage):
     config, folder = run
     DAMAGES[damage](folder / "checkpoints" / "4")
     assert without_times(count(config)) == without_times(made[1])
@@ -117,7 +119,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing
     assert (folder / "damaged" / "4").is_dir() and (folder / "checkpoints" / "6" / files.MANIFEST).is_file()
 
 
-def test_where_no_checkpoint_is_whole_one_error_says_so_and_nothing_is_moved(run):
+def test_run_without_whole_checkpoints_is_refused(run):
     config, folder = run
     for step in (0, 2, 4):
         flip(largest(folder / "checkpoints" / str(step)))
@@ -137,7 +139,7 @@ def test_a_run_whose_first_checkpoint_is_damaged_begins_again(made, run, said):
     assert any("damaged/0, and the run starts again" in line for line in said)
 
 
-def test_a_run_of_another_version_is_read_with_a_warning(run, tmp_path, said):
+def test_run_of_another_version_is_read_with_warning(run, tmp_path, said):
     folder = run[1]
     path, config = folder / "config.yaml", run_config(folder)
     written = path.read_text()
@@ -147,14 +149,14 @@ def test_a_run_of_another_version_is_read_with_a_warning(run, tmp_path, said):
     assert run_config(folder) == config
     (line,) = [line for line in said if "not read" in line]
     assert "model.widget, gadget" in line and "made with recjax 9.9" in line
-    progress = {"totals": {"config": config.model_dump() | {"gadget": {"x": 1}}}}
-    run_folder.check_config_file(folder, config, progress)
-    progress["totals"]["config"]["seed"] = 5
+    in_checkpoint = config.model_dump() | {"gadget": {"x": 1}}
+    check_config_file(folder, config, in_checkpoint)
+    in_checkpoint["seed"] = 5
     with pytest.raises(ValueError, match="seed: 5 there"):
-        run_folder.check_config_file(folder, config, progress)
+        check_config_file(folder, config, in_checkpoint)
 
 
-def test_a_run_says_what_it_was_made_with_each_time_that_it_starts(made, run):
+def test_each_start_records_versions_and_commit(made, run):
     config, folder = run
     (first,) = json.loads((folder / "environment.json").read_text())
     assert first["recjax"] == recjax.__version__ and first["packages"]["jax"] == jax.__version__
@@ -165,9 +167,7 @@ def test_a_run_says_what_it_was_made_with_each_time_that_it_starts(made, run):
 
 
 @pytest.mark.slow
-def test_export_and_evaluate_take_the_newest_whole_checkpoint_and_refuse_a_damaged_one_by_name(
-    with_weights, tmp_path, said
-):
+def test_export_takes_the_newest_whole_checkpoint(with_weights, tmp_path, said):
     folder = shutil.copytree(with_weights, tmp_path / "run")
     flip(largest(folder / "checkpoints" / "4"))
     assert export(str(folder), None, str(tmp_path / "out"), None, "float32").endswith("after step 2")
@@ -198,7 +198,7 @@ def test_a_config_file_that_was_changed_is_not_exported(with_weights, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "- 1", "\0", "seed: 2026-99-99"])
-def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said, content):
+def test_damaged_config_file_is_read_from_the_checkpoint(made, run, said, content):
     config, folder = run
     (folder / "config.yaml").write_text(content)
     run_folder.check_run_folder(config, overwrite=False)
@@ -211,13 +211,13 @@ def test_a_damaged_config_file_is_made_again_from_the_checkpoint(made, run, said
         run_folder.check_run_folder(config, overwrite=False)
 
 
-def test_a_config_file_of_before_a_key_is_that_of_its_default(tiny):
+def test_config_file_without_a_key_has_its_default(tiny):
     config = tiny("run")
     output = Path(config.output)
     output.mkdir(parents=True)
     lines = to_yaml(config).splitlines()
     (output / "config.yaml").write_text("\n".join(line for line in lines if "min_p" not in line))
-    (output / run_folder.ENVIRONMENT).write_text("[]")
+    (output / ENVIRONMENT).write_text("[]")
     assert sum("min_p" in line for line in lines) == 2
     run_folder.check_run_folder(config, overwrite=False)
     with pytest.raises(ValueError, match="rollout.min_p: None there, 0.2 now"):
@@ -254,7 +254,7 @@ def test_metrics_that_changed_since_the_checkpoint_are_noticed(run, said):
 
 
 @pytest.mark.parametrize("content", ["", "{", *slow("[]", '{"steps": null}', "{}")])
-def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, tmp_path, capsys, content):
+def test_run_survives_damaged_summary_and_lost_metrics(made, tmp_path, capsys, content):
     folder, straight = made
     shutil.copytree(folder / "straight", tmp_path / "run")
     config = load_config(folder / "tiny.yaml", [*OPTIONS, "training.steps=6", f"output={tmp_path / 'run'}"])
@@ -274,7 +274,7 @@ def test_a_damaged_summary_and_lost_metrics_and_samples_do_not_end_a_run(made, t
     assert "held-out accuracy" in shown.out and ("line 1 is damaged" in shown.err) == (content == "{")
 
 
-def test_a_folder_deleted_while_the_run_goes_on_ends_it_with_one_error(run):
+def test_deleted_folder_ends_the_run_with_one_error(run):
     config, folder = run
     with pytest.raises(ValueError, match="was deleted during the run"):
         count(config, Interrupted(1, lambda: shutil.rmtree(folder)))
@@ -292,7 +292,7 @@ def test_a_long_error_keeps_its_reason_at_the_end():
     assert files.short_error(KeyError("a")) == "KeyError: 'a'" and files.short_error(OSError()) == "OSError"
 
 
-def test_threads_of_orbax_log_no_error_that_the_run_raises(caplog):
+def test_orbax_threads_log_no_error_twice(caplog):
     shown, logs = [], logging.getLogger("absl")
     caplog.set_level(logging.WARNING, "absl")  # as in commands
     handler = logging.Handler()
@@ -304,7 +304,7 @@ def test_threads_of_orbax_log_no_error_that_the_run_raises(caplog):
     assert [record.levelno for record in shown] == [30, 40]
 
 
-def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkeypatch):
+def test_run_resumes_after_a_full_disk(made, run, monkeypatch):
     config, _folder = run
 
     def full(*args):
@@ -317,7 +317,7 @@ def test_a_full_disk_at_a_checkpoint_leaves_a_run_that_goes_on(made, run, monkey
     assert without_times(count(config)) == without_times(made[1])
 
 
-def test_a_folders_name_is_no_pattern_for_orbax_and_its_patterns_elsewhere_stay(tmp_path):
+def test_orbax_reads_folder_names_literally(tmp_path):
     folder = tmp_path / "run [ab] *?" / "checkpoints"
     arrays = {"weights": jax.numpy.arange(5.0)}
     with checkpoint.open_checkpoints(folder) as manager:

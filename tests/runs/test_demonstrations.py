@@ -117,7 +117,7 @@ def policy():
     return Policy(Decoder(DecoderConfig(len(tokenizer), 16, 32, 1, 2, 1, 8)), tokenizer, (0, 2))
 
 
-def test_the_mask_has_every_turn_with_its_end_and_no_token_spans_a_boundary(policy, tmp_path):
+def test_mask_has_every_turn_with_its_end(policy, tmp_path):
     tokenizer, messages = policy.tokenizer, chat("a", "hi", "b", "hello\nho", system="s")
     (row,) = shown(messages, policy, tmp_path)
     (prompt,) = render_chats(tokenizer, [messages[:2]])
@@ -135,7 +135,7 @@ def test_the_mask_has_every_turn_with_its_end_and_no_token_spans_a_boundary(poli
     assert [*row.prompt_tokens, *row.tokens].count(joint) == 1
 
 
-def test_a_chat_may_be_json_text_with_parts_of_text(policy, tmp_path):
+def test_chat_may_be_json_with_text_parts(policy, tmp_path):
     (plain,) = shown(chat("a", "hi"), policy, tmp_path)
     asked, reply = chat("a", "hi")
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
@@ -163,7 +163,7 @@ def test_an_excluded_turn_is_only_part_of_later_prompts(policy, tmp_path, exclus
     assert policy.tokenizer.decode(row.tokens) == "hi<|im_end|>"
 
 
-def test_without_an_end_in_the_template_a_turn_ends_with_the_stop_token(policy, tmp_path):
+def test_stop_token_ends_turns_without_template_end(policy, tmp_path):
     policy.tokenizer.chat_template = NO_END
     rows = shown(chat("x", "1", "y", "2"), policy, tmp_path)
     assert [policy.tokenizer.decode(row.prompt_tokens) for row in rows] == ["u:x;a:", "u:x;a:1;u:y;a:"]
@@ -214,7 +214,7 @@ def test_odd_chats_are_refused_with_file_and_line(policy, tmp_path, messages, re
         (CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>model\n{% endif"), "message 1: .*no reply"),
     ],
 )
-def test_templates_that_do_not_write_a_reply_after_its_prompt_are_refused(policy, tmp_path, template, reason):
+def test_templates_without_reply_after_prompt_are_refused(policy, tmp_path, template, reason):
     policy.tokenizer.chat_template = template
     with pytest.raises(ValueError, match=f"shown.jsonl: line 2: .*{reason}"):
         shown(chat("a", "b"), policy, tmp_path)
@@ -289,7 +289,7 @@ def test_loss_and_gradient_are_those_of_transformers(config, folder, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", ["{rank: 2, alpha: 8, targets: [query, down]}", *campaign(None)])
-def test_a_killed_warm_start_ends_as_one_that_ran_through(config, folder, monkeypatch, lora, tmp_path):
+def test_killed_warm_start_equals_straight_one(config, folder, monkeypatch, lora, tmp_path):
     options = [] if lora is None else [f"model.lora={lora}"]
     straight = train(config("straight", *options))
     assert straight[0]["warm_start/loss"] > 0 and [row["step"] for row in straight] == [0]
@@ -345,7 +345,7 @@ class CountingStage(Interrupted):
         return {"held_out_loss": float(state.trained.params["checksum"][0])}
 
 
-def test_the_stage_is_killed_stopped_and_resumed_as_every_run(config, folder, monkeypatch, tmp_path):
+def test_warm_start_resumes_after_kills_and_stops(config, folder, monkeypatch, tmp_path):
     def trained(name, at=0, act=None):
         stage = CountingStage(at, act)
         monkeypatch.setattr(demonstrations, "_SupervisedLearner", lambda shown: stage)
@@ -378,7 +378,7 @@ def test_the_stage_is_killed_stopped_and_resumed_as_every_run(config, folder, mo
 
 
 @pytest.mark.slow
-def test_training_begins_with_the_warm_started_policy_and_its_resume_needs_no_other(config, folder, monkeypatch):
+def test_training_starts_with_the_warm_started_policy(config, folder, monkeypatch):
     lora = "model.lora={rank: 2, alpha: 8, targets: [query, down]}"
     options = [lora, "training.steps=3", "training.checkpoint_every=1", "algorithm.reference_kl={coefficient: 0.1}"]
     straight = without_times(train(config("straight", *options)))

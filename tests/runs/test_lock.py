@@ -58,7 +58,7 @@ def left_by(folder, host, pid, seconds_ago):
 
 
 @pytest.mark.slow
-def test_the_second_is_refused_by_name_and_the_dead_hold_nothing(tmp_path):
+def test_second_holder_is_refused_by_name(tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
@@ -81,7 +81,7 @@ def test_a_holder_that_has_just_begun_is_named(tmp_path, monkeypatch):
         pass
 
 
-def test_a_folder_that_was_made_for_the_lock_goes_with_it(tmp_path):
+def test_folder_made_for_the_lock_is_removed(tmp_path):
     with held(tmp_path / "new"):
         assert (tmp_path / "new").is_dir()
     assert not (tmp_path / "new").exists()
@@ -91,7 +91,7 @@ def test_a_folder_that_was_made_for_the_lock_goes_with_it(tmp_path):
     assert (tmp_path / "old").is_dir()
 
 
-def test_a_holder_on_another_host_is_believed_while_it_shows_life(tmp_path):
+def test_other_hosts_holder_counts_while_it_shows_life(tmp_path):
     left_by(tmp_path, "elsewhere", 7, seconds_ago=20)
     with pytest.raises(ValueError, match=f"process 7 on host elsewhere.*delete {tmp_path / NAME}"):
         with held(tmp_path):
@@ -106,7 +106,7 @@ def test_a_holder_on_another_host_is_believed_while_it_shows_life(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_shared_folder_whose_locks_stay_on_one_host_has_one_holder(tmp_path):
+def test_shared_folder_with_local_locks_has_one_holder(tmp_path):
     """Two mounts of a folder, which keep their locks to themselves as gcsfuse and NFS with `nolock` do."""
     command = ["unshare", "--mount", "sh", "-c", TWO_MOUNTS, sys.executable, HOLDER, CONTENDER]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
@@ -117,7 +117,7 @@ def test_a_shared_folder_whose_locks_stay_on_one_host_has_one_holder(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_without_locks_in_the_file_system_a_holder_counts_while_it_shows_life(tmp_path, monkeypatch, number):
+def test_holder_without_file_locks_counts_while_alive(tmp_path, monkeypatch, number):
     def no_locks(file, operation):
         raise OSError(number, os.strerror(number))
 
@@ -165,7 +165,7 @@ def test_a_holder_notices_what_becomes_of_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["file", "file/inner", "/proc/recjax"])
-def test_where_no_folder_can_be_is_refused_with_its_name(tmp_path, place):
+def test_impossible_folder_is_refused_by_name(tmp_path, place):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=f"{place}.*cannot be written"):
         with held(tmp_path / place):

@@ -27,11 +27,12 @@ from recjax.hub.tokenizers import character_tokenizer, load_tokenizer
 from recjax.import_experience import import_files
 from recjax.models.decoder_config import DecoderConfig
 from recjax.planning.dry_run import dry_run
-from recjax.runs import policies
-from recjax.runs.folder import check_run_folder, with_chat_date
+from recjax.runs import sampled_rows
+from recjax.runs.folder import check_run_folder
 from recjax.runs.followed_run import FollowedRun
 from recjax.runs.policies import open_policy
 from recjax.runs.prepare import prepare
+from recjax.runs.resolve import resolve_config
 from recjax.store.foreign import Columns
 from recjax.store.stored_groups import load_groups
 from recjax.tasks.loading import load_task
@@ -79,7 +80,7 @@ def on(monkeypatch):
             def today(cls):
                 return cls.fromisoformat(day)
 
-        for module in ("recjax.hub.tokenizers", "recjax.runs.folder", "recjax.generate_experience"):
+        for module in ("recjax.hub.tokenizers", "recjax.runs.resolve", "recjax.generate_experience"):
             monkeypatch.setattr(f"{module}.date", Today)
 
     return on
@@ -91,7 +92,7 @@ def days(rows, tokenizer):
 
 
 @pytest.mark.slow
-def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, on, tmp_path, caplog):
+def test_every_reader_dates_prompts_by_the_first_start(folder, on, tmp_path, caplog):
     config = load_config(folder / "tiny.yaml", [f"output={tmp_path / 'run'}"])
     on(FIRST)
     with caplog.at_level(logging.INFO):
@@ -116,8 +117,8 @@ def test_all_that_reads_a_run_gives_prompts_the_day_of_its_first_start(folder, o
     assert open_policy(str(tmp_path / "run"), set_day).policy.tokenizer.init_kwargs["chat_date"] == THIRD
     with pytest.raises(ValueError, match=f"another config .*chat_date: '{FIRST}' there, '{THIRD}' now"):
         check_run_folder(set_day, overwrite=False)
-    assert with_chat_date(config, overwrite=True).model.chat_date == SECOND, "a run that begins again has its own day"
-    assert with_chat_date(set_day, overwrite=False) == set_day
+    assert resolve_config(config, overwrite=True).model.chat_date == SECOND, "a run that begins again has its own day"
+    assert resolve_config(set_day, overwrite=False) == set_day
 
     chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat, "reward": 1}))
@@ -135,7 +136,7 @@ def test_an_evaluation_of_a_model_has_one_day(folder, on, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(policies, "sample_rows", killed)
+        patched.setattr(sampled_rows, "sample_rows", killed)
         evaluate(config, None, str(tmp_path / "evaluation"))
     on(SECOND)
     evaluate(config, None, str(tmp_path / "evaluation"))
@@ -158,7 +159,7 @@ def test_a_store_that_is_added_to_keeps_its_day(folder, on, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prompt_with_a_token_that_the_model_has_no_embedding_of_is_refused_at_the_start(folder, tmp_path):
+def test_prompt_tokens_without_embedding_are_refused(folder, tmp_path):
     model = shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = load_tokenizer(model)
     size = len(tokenizer)

@@ -30,7 +30,7 @@ def saved(config) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_adapters_learn_beside_a_base_that_stays_and_the_optimizer_holds_them_alone(tiny):
+def test_only_adapters_learn_and_have_optimizer_state(tiny):
     config = tiny("lora", LORA, "algorithm.reference_kl={coefficient: 0.1}", "evaluation.initial_kl=true")
     rows = train(config)
     leaves = saved(config)
@@ -50,7 +50,7 @@ def test_adapters_learn_beside_a_base_that_stays_and_the_optimizer_holds_them_al
     )  # on-policy: sampler and trainer agree
 
 
-def test_frozen_parameters_are_in_no_checkpoint_and_the_others_move(tiny):
+def test_frozen_parameters_are_in_no_checkpoint(tiny):
     config = tiny("freeze", "model.freeze=[embedding, norm]", "training.steps=2")
     start = flatten(prepare(config)[1])
     train(config, learner=MovingLearner(), sources=sampled_by(prepared_batch))
@@ -63,7 +63,7 @@ def test_frozen_parameters_are_in_no_checkpoint_and_the_others_move(tiny):
 
 
 @pytest.mark.slow
-def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_ones(tiny):
+def test_sampler_holds_bfloat16_and_trainer_float32_weights(tiny):
     config = tiny("bfloat16", "model.dtype=bfloat16", "regime.sync_interval=3", "training.steps=2")
     first = train(config)[1]
     # In float32 the two agree (test_loop.py); in bfloat16 they add the same products in other orders and round each sum
@@ -78,14 +78,14 @@ def test_in_bfloat16_the_sampler_holds_bfloat16_weights_and_the_trainer_float32_
 
 
 @pytest.mark.parametrize(("interval", "step", "kept"), [(1, 2, False), (2, 1, True), (2, 2, False)])
-def test_checkpoints_have_the_samplers_weights_where_it_goes_on_with_them(tiny, interval, step, kept):
+def test_checkpoints_have_weights_that_the_sampler_keeps(tiny, interval, step, kept):
     config = tiny("copy", f"regime.sync_interval={interval}", f"training.steps={step}")
     count(config)
     assert Path(f"{config.output}/checkpoints/{step}/behavior_params").exists() == kept
 
 
 @pytest.mark.slow
-def test_adapters_of_a_warm_started_base_use_the_cached_base(tiny, monkeypatch, tmp_path):
+def test_adapters_on_a_warm_start_use_its_cache(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     start = "warm_start={steps: 3, batch_size: 8, learning_rate: 1e-2, wrong_fraction: 0.0}"
     plain = prepare(tiny("a", start))[1]

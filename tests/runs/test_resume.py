@@ -14,10 +14,10 @@ import pytest
 
 from recjax.experience.group import Grade
 from recjax.logs.metrics import read_metrics
-from recjax.runs import checkpoint
+from recjax.runs import checkpoint, provenance
 from recjax.runs import folder as run_folder
-from recjax.runs.checkpoint import check_data
-from recjax.runs.folder import starts
+from recjax.runs.spec import check_data, spec_of
+from recjax.runs.stored_runs import ENVIRONMENT, starts
 from tests.experience.rows import append_columns, read_columns
 from tests.marks import slow_except
 from tests.training.counting import CountingLearner, Grades, count, graded_batch, killed, prepared_batch
@@ -244,7 +244,7 @@ def test_a_curriculum_avoids_problems_without_a_reward_and_resumes(tiny, caplog)
     assert without_times(count(config, sample=sample)) == without_times(straight)
 
 
-def test_a_run_resumes_only_with_the_problems_with_which_it_began(tiny, tmp_path):
+def test_run_resumes_only_with_its_own_problems(tiny, tmp_path):
     sums = [(a, b) for a in range(1, 7) for b in range(1, 7)]
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a} for a, b in sums]
     train, other = tmp_path / "train.jsonl", [row | {"prompt": f"{row['prompt']}="} for row in rows]
@@ -273,25 +273,24 @@ def test_a_run_resumes_only_with_the_problems_with_which_it_began(tiny, tmp_path
     assert without_times(count(config)) == without_times(straight)
 
 
-def test_the_number_of_held_out_problems_may_change_and_older_checkpoints_know_no_digests(tiny, monkeypatch):
+def test_number_of_held_out_problems_may_change(tiny):
     with pytest.raises(KeyboardInterrupt):
         count(tiny("run"), killed(at=5))
     data = checkpoint.progress(Path(tiny("run").output) / "checkpoints", 3)["totals"]["data"]
     assert [*data] == ["the train problems of task.arithmetic", "the first 10 held-out problems of task.arithmetic"]
     check_data(
         tiny("run", "evaluation.problems=9"),
-        3,
+        data,
         {next(iter(data)): data[next(iter(data))], "the first 9 held-out problems": "x"},
     )
     with pytest.raises(
         ValueError, match="changed since .*train problems.* then, x now.*and the pass rates in .*pass_rates"
     ):
-        check_data(tiny("run", "task.keep={}"), 3, dict.fromkeys(data, "x"))
-    monkeypatch.setattr(checkpoint, "progress", lambda *_: {"totals": {}})
-    check_data(tiny("run"), 3, dict.fromkeys(data, "x"))
+        check_data(tiny("run", "task.keep={}"), data, dict.fromkeys(data, "x"))
+    check_data(tiny("run"), {}, dict.fromkeys(data, "x"))
 
 
-def test_changed_code_of_the_reward_is_named_when_a_run_resumes(tiny, tmp_path, monkeypatch, caplog):
+def test_changed_reward_code_is_named_at_a_resume(tiny, tmp_path, monkeypatch, caplog):
     monkeypatch.syspath_prepend(tmp_path)
     source = "def score(prompts, completions, answers):\n    return [0.0 for _ in answers]\n"
     (tmp_path / "resumed_reward.py").write_text(source)
@@ -314,16 +313,16 @@ def test_changed_code_that_a_reward_calls_is_named(tiny, tmp_path, monkeypatch, 
     )
     score = importlib.import_module("calling_reward").score
     config = tiny("run", "task.reward=calling_reward:score")
-    run_folder.open_run_folder(config, overwrite=False)
+    run_folder.open_run_folder(spec_of(config), overwrite=False)
     (tmp_path / "called_score.py").write_text("def half():\n    return 0.6\n")
-    run_folder.open_run_folder(config, overwrite=False)
+    run_folder.open_run_folder(spec_of(config), overwrite=False)
     assert "resumes with changed code in called_score;" in caplog.text
-    named = run_folder.code_digests(config)
+    named = provenance.code_digests(config)
     assert {*named} == {"calling_reward", "called_score"}
-    assert {*run_folder.code_digests(tiny("passed"), [score])} >= {"calling_reward", "called_score"}
+    assert {*provenance.code_digests(tiny("passed"), [score])} >= {"calling_reward", "called_score"}
 
 
-def test_the_record_has_the_batches_that_a_resumed_run_trained_on(tiny, caplog):
+def test_record_has_the_batches_of_a_resumed_run(tiny, caplog):
     config = tiny("run", "experience.record=true", "evaluation.every=0")
     first, second = (functools.partial(prepared_batch, reward=reward) for reward in (0.25, 0.75))
     with pytest.raises(KeyboardInterrupt):
@@ -340,22 +339,22 @@ def test_the_record_has_the_batches_that_a_resumed_run_trained_on(tiny, caplog):
 
 def test_other_versions_are_named_when_a_run_resumes(tiny, caplog):
     config = tiny("run")
-    file = run_folder.open_run_folder(config, overwrite=False) / run_folder.ENVIRONMENT
-    run_folder.open_run_folder(config, overwrite=False)
+    file = run_folder.open_run_folder(spec_of(config), overwrite=False) / ENVIRONMENT
+    run_folder.open_run_folder(spec_of(config), overwrite=False)
     assert "other versions" not in caplog.text
     entries = json.loads(file.read_text())
     entries[-1]["packages"]["jax"] = "0.9.9"
     file.write_text(json.dumps(entries))
-    run_folder.open_run_folder(config, overwrite=False)
+    run_folder.open_run_folder(spec_of(config), overwrite=False)
     assert "resumes with other versions" in caplog.text and "packages.jax: '0.9.9' there" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["[1]", '[{"code": 1}]', '{"a": 1}', "null"])
-def test_a_record_that_is_no_list_of_starts_is_replaced(tiny, content):
-    file = run_folder.open_run_folder(tiny("run"), overwrite=False) / run_folder.ENVIRONMENT
+def test_damaged_record_of_starts_is_replaced(tiny, content):
+    file = run_folder.open_run_folder(spec_of(tiny("run")), overwrite=False) / ENVIRONMENT
     file.write_text(content)
-    run_folder.open_run_folder(tiny("run"), overwrite=False)
-    assert len(run_folder.starts(file.parent)) == 1
+    run_folder.open_run_folder(spec_of(tiny("run")), overwrite=False)
+    assert len(starts(file.parent)) == 1
 
 
 def test_the_newest_checkpoints_are_kept(tiny):

@@ -74,7 +74,7 @@ def config(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_teaches_the_answers_and_the_cache_gives_the_same(config, monkeypatch):
+def test_warm_start_teaches_answers_and_is_cached(config, monkeypatch):
     made, params = prepare.prepare(config)
     # A random policy is right by chance, under 1 % of the time; a seventh of the answers are 9, 10 or 11.
     with made.grading as grading:
@@ -156,7 +156,7 @@ WORKED = "task={arithmetic: {problems: ['1..9 + 1..9'], template: '{a}{op}{b}=',
 @pytest.mark.parametrize(
     "wrong_fraction", [0.4, pytest.param(0.0, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow)]
 )
-def test_wrong_answers_are_the_tasks_own_mistakes_where_it_has_some(config, shown, wrong_fraction, tmp_path):
+def test_wrong_answers_are_the_tasks_own_mistakes(config, shown, wrong_fraction, tmp_path):
     start = f"warm_start={{steps: 40, batch_size: 64, wrong_fraction: {wrong_fraction}}}"
     task = "task.reward=recjax.tasks.rewards:last_number_match"
     prepare.prepare(load_config(tmp_path / "tiny.yaml", [start, WORKED, task]))
@@ -188,7 +188,7 @@ def test_another_seed_is_another_entry_of_the_cache(config, monkeypatch):
     assert seeds == [0, 1]
 
 
-def test_a_seed_of_the_base_holds_policy_and_problems_while_the_seed_varies(tmp_path):
+def test_base_seed_fixes_policy_and_problems(tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
 
     def base(*overrides):

@@ -145,11 +145,11 @@ def test_processes_that_jax_finds_and_that_do_not_come_end_with_a_line(monkeypat
 # Trains; process 1 has another version of JAX if the first argument says so.
 DIFFERENT = """
 import runpy, sys
-from recjax.runs import folder as run_folder
+from recjax.runs import provenance
 
-version = run_folder.version
+version = provenance.version
 if sys.argv.pop(1) == "resumed" and sys.argv[-1] == "1":
-    run_folder.version = lambda package: "9.9" if package == "jax" else version(package)
+    provenance.version = lambda package: "9.9" if package == "jax" else version(package)
 runpy.run_module("recjax.train", run_name="__main__", alter_sys=True)
 """
 

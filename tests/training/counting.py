@@ -25,6 +25,7 @@ class CountingLearner(Learner):
     """Its only parameter is a checksum of all batches in order, so that other batches give other metrics."""
 
     def __init__(self):
+        super().__init__()
         self.batches = []
 
     def initial_policy(self, config, policy, train):

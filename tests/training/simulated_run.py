@@ -47,20 +47,20 @@ def started(config: Config, source_of: Callable[[Setup, CountingLearner], Source
     source = source_of(setup, learner)
     phase = setup.phases.phase
     run = Run(
-        config,
-        config.algorithm.build(),
-        None,
-        setup.settings,
-        None,
-        setup.failures,
-        source,
-        learner,
-        None,
-        None,
-        setup.phases.device,
-        phase,
-        lambda steps: None,
-        (),
+        config=config,
+        algorithm=config.algorithm.build(),
+        shape=None,
+        settings=setup.settings,
+        part_weights=None,
+        failures=setup.failures,
+        source=source,
+        learner=learner,
+        log=None,
+        saver=None,
+        device=setup.phases.device,
+        phase=phase,
+        after_step=lambda steps: None,
+        stopping=(),
     )
     return setup, run, State(0, TrainState({}, ()), None, 0, Queue(), {}, {})
 

@@ -77,7 +77,7 @@ def test_saved_completions_have_the_updates_numbers_of_every_row(straight):
 
 
 @pytest.mark.campaign
-def test_an_agent_of_one_turn_trains_as_a_run_without_one(straight):
+def test_one_turn_agent_trains_like_no_agent(straight):
     make, *_ = straight
     # Steps so small that the second begins with the same parameters.
     short = ["training.steps=2", "evaluation.problems=4", "optimizer.learning_rate=1e-6"]
@@ -103,7 +103,7 @@ def test_packing_and_micro_batches_change_nothing(straight, preset, least):
 
 
 @pytest.mark.slow
-def test_a_micro_batch_too_small_for_what_belongs_together_is_refused(straight):
+def test_micro_batch_smaller_than_a_group_is_refused(straight):
     make, *_ = straight
     config = make("small", *SEVERAL, "algorithm.preset=pairwise_consistency", "training.tokens_per_micro_batch=40")
     with pytest.raises(ValueError, match="tokens_per_micro_batch: .* belong to one group, which this .* raise it"):
@@ -114,7 +114,7 @@ TURNS = ["task.agent=tests.agents.some_agents:paid_by_answer", "training.steps=3
 
 
 @pytest.mark.campaign
-def test_turns_without_a_discount_and_with_a_reward_at_the_end_train_as_whole_trajectories(straight):
+def test_undiscounted_turns_train_as_whole_trajectories(straight):
     make, _, rows = straight
     short = [*SEVERAL, "training.steps=2"]
     same = train(make("whole", *short, "algorithm.advantage={name: turn_returns}"))

@@ -28,7 +28,7 @@ def some_params():
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "float8", "noise"])
-def test_only_matrices_move_by_as_much_as_the_scale_says(kind):
+def test_only_matrices_move_by_the_scale(kind):
     params = some_params()
     changed = {scale: flatten(drifted(params, jax.random.key(1), kind, scale)) for scale in (0.0, 0.5, 1.0)}
     for path, exact in flatten(params).items():
@@ -77,7 +77,7 @@ def test_fixed_noise_is_that_of_every_version(tiny):
     assert not np.allclose(error(1), error(1, "seed=1"))
 
 
-def test_a_samplers_weights_depend_on_the_seed_and_their_version(tiny):
+def test_sampler_weights_depend_on_seed_and_version(tiny):
     def kernel(version, *options):
         config = tiny("run", "rollout.drift={weights: noise, scale: 0.5}", *options)
         sampler = BatchSampler(config, None, None, None, None)
@@ -95,7 +95,7 @@ FEW = ["training.steps=2", "evaluation.every=0", "regime.sync_interval=2"]
 
 
 @pytest.mark.slow
-def test_the_measured_kl_follows_the_scale_and_no_drift_changes_nothing(tiny):
+def test_measured_kl_follows_the_drift_scale(tiny):
     def rows(name, *options):
         return train(tiny(name, *FEW, *options))[1:]
 

@@ -79,7 +79,7 @@ def test_packed_micro_batches_are_no_larger_than_padded_ones(config, micro_batch
     assert padding_waste(batch, Layout(1, found)) < 0.2
 
 
-def test_large_groups_are_packed_into_micro_batches_of_few_tokens(config):
+def test_large_groups_are_packed_into_small_micro_batches(config):
     """A padded micro-batch has a prompt's whole group: here 16 completions of 1,024 tokens."""
     full = with_lengths([1024] * 64, prompts=4, group=16, time=1024)
     of_four = "rollout.prompts_per_step=4"
@@ -96,7 +96,7 @@ def test_what_an_algorithm_reads_together_stays_padded(config):
     assert packed(config("algorithm.preset=pairwise_consistency"), uneven) is None
 
 
-def test_rows_of_agents_are_long_enough_to_share_a_prompt_where_that_is_less_work(config):
+def test_agent_rows_share_a_prompt_if_shorter(config):
     def row_tokens(prompt, shape=SMALL, doublings=None):
         one = with_lengths([40] * 64, prompts=64, group=1, prompt_time=207, time=207)
         one.prompt_mask[:] = np.arange(207) < prompt

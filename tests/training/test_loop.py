@@ -18,9 +18,10 @@ from recjax.logs.metrics import read_metrics
 from recjax.models import unrolling
 from recjax.models.decoder import logits
 from recjax.models.logprobs import last_hidden
-from recjax.runs import start
+from recjax.runs import compile_ahead, start, stopping
 from recjax.runs.folder import open_run_folder
 from recjax.runs.prepare import prepare
+from recjax.runs.spec import spec_of
 from recjax.sources import sampling
 from recjax.training import learner, loop
 from recjax.training.evaluation import evaluate_policy
@@ -61,7 +62,7 @@ def test_at_staleness_zero_the_ratio_is_one(tiny, sampling):
     ],
     ids=["padded", "packed", "sets", "minibatches"],
 )
-def test_the_update_is_compiled_once_and_next_to_the_sampler_where_its_shapes_are_known(tiny, options, threads):
+def test_update_of_known_shapes_is_compiled_ahead(tiny, options, threads):
     with compilations() as compiled:
         train(tiny("run", "training.steps=2", "evaluation.every=0", *options))
     assert [thread for name, thread in compiled if name == "jit(update)"] == threads
@@ -77,9 +78,9 @@ def test_the_update_is_compiled_once_and_next_to_the_sampler_where_its_shapes_ar
         (8, ["model.lora.rank=2", "model.dtype=bfloat16", "rollout.top_k=3"]),
     ],
 )
-def test_large_programs_are_compiled_once_and_side_by_side_where_there_are_cores(tiny, monkeypatch, cores, options):
+def test_large_programs_are_compiled_in_parallel(tiny, monkeypatch, cores, options):
     """Evaluations and batches have the same shapes here, and all steps the same as the first."""
-    monkeypatch.setattr(start, "cores", lambda: cores)
+    monkeypatch.setattr(compile_ahead, "cores", lambda: cores)
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
     is_cut = "rollout.top_k=3" in options  # evaluation and sampler then have programs of their own
     with compilations() as compiled:
@@ -91,7 +92,7 @@ def test_large_programs_are_compiled_once_and_side_by_side_where_there_are_cores
     assert threads["jit(prefill)"] == [by_cores]
     for name in ("first_tokens", "decode"):
         assert threads[f"jit({name})"] == [by_cores] * (1 + is_cut)
-    assert len(threads["jit(update)"]) == len(threads["jit(_rates_of)"]) == 1
+    assert len(threads["jit(update)"]) == len(threads["jit(_learning_rates)"]) == 1
 
 
 @contextlib.contextmanager
@@ -132,7 +133,7 @@ def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_kl_to_the_initial_policy_starts_at_zero_and_is_that_of_whole_distributions(tiny):
+def test_initial_kl_starts_at_zero(tiny):
     config = tiny("run", "evaluation.initial_kl=true", "evaluation.problems=8", "evaluation.samples=256")
     config_rows = train(config)
     measured = [row["evaluation/initial_kl"] for row in config_rows if "evaluation/initial_kl" in row]
@@ -193,7 +194,7 @@ def at_a_terminal():
 @pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT, signal.SIGHUP)])
 @pytest.mark.parametrize("updates", [*slow(1), 3])  # of three updates, the fifth step is in the middle of a batch
-def test_a_run_that_is_asked_to_stop_finishes_its_step_and_goes_on_from_its_checkpoint(tiny, number, updates):
+def test_stopped_run_finishes_its_step_and_resumes(tiny, number, updates):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", f"training.updates_per_batch={updates}"]
     options += WITHOUT_PAUSES
     raises = Interrupted(5, lambda: signal.raise_signal(number))
@@ -212,10 +213,10 @@ def test_a_second_ctrl_c_ends_at_once(tiny):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # in a shell's background, and under nohup
-def test_where_ctrl_c_or_hanging_up_is_ignored_it_stays_so(number):
+def test_ignored_signals_stay_ignored(number):
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with start.stop_requests() as received:
+        with stopping.stop_requests() as received:
             signal.raise_signal(number)
             assert received == [] and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
@@ -223,7 +224,7 @@ def test_where_ctrl_c_or_hanging_up_is_ignored_it_stays_so(number):
 
 
 @pytest.mark.slow
-def test_what_changes_no_number_may_change_when_a_run_goes_on(tiny):
+def test_settings_without_effect_on_numbers_may_change(tiny):
     memory = ["training.micro_batch_prompts=1", "model.remat=full", "model.logprob_chunk=2", "rollout.slots=3"]
     evaluation = ["evaluation.every=2", "evaluation.problems=3", "evaluation.samples=2", "evaluation.initial_kl=true"]
     packed = ["training.tokens_per_micro_batch=16", "model.attention=plain", "evaluation.temperature=0.5"]
@@ -238,7 +239,7 @@ def test_what_changes_no_number_may_change_when_a_run_goes_on(tiny):
 
 
 @pytest.mark.slow
-def test_a_step_without_data_is_none_for_the_learning_rate(tiny, monkeypatch):
+def test_steps_without_data_keep_the_learning_rate(tiny, monkeypatch):
     pads, calls = loop.to_learn_from, []
 
     def masks_step_three(batch, task):
@@ -255,7 +256,7 @@ def test_a_step_without_data_is_none_for_the_learning_rate(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_path):
+def test_run_resumes_from_the_checkpoint_of_sigterm(tiny, tmp_path):
     options = ["regime.sync_interval=3", "regime.sync_offset=2", "training.steps=400", "training.checkpoint_every=400"]
     config = tiny("stopped", *options)
     command = ["-m", "recjax.train", "--config", tmp_path / "tiny.yaml", *options, f"output={config.output}"]
@@ -276,7 +277,7 @@ def test_sigterm_writes_a_checkpoint_and_the_command_goes_on_from_it(tiny, tmp_p
     assert without_times(resumed) == without_times(straight)
 
 
-def test_a_run_activates_the_mesh_of_its_config_unless_one_is_active(tiny):
+def test_run_activates_its_mesh_unless_one_is_active(tiny):
     class Watching(CountingLearner):
         def begin(self, *arguments, **others):
             meshes.append(dict(jax.sharding.get_mesh().shape))
@@ -301,44 +302,44 @@ def test_a_finished_or_other_run_is_not_touched(tiny):
     config = tiny("run", "training.steps=1")
     count(config)
     with pytest.raises(ValueError, match="finished run of 1 steps"):
-        open_run_folder(config, overwrite=False)
+        open_run_folder(spec_of(config), overwrite=False)
     with pytest.raises(ValueError, match="optimizer.learning_rate: 0.01 there, 0.5 now"):
-        open_run_folder(tiny("run", "optimizer.learning_rate=0.5"), overwrite=False)
+        open_run_folder(spec_of(tiny("run", "optimizer.learning_rate=0.5")), overwrite=False)
     assert (Path(config.output) / "summary.json").exists()
-    open_run_folder(config, overwrite=True)
+    open_run_folder(spec_of(config), overwrite=True)
     assert not (Path(config.output) / "summary.json").exists()
 
 
-def test_a_folder_that_is_no_run_is_refused_even_with_overwrite(tiny):
+def test_foreign_folder_is_refused_even_with_overwrite(tiny):
     with pytest.raises(ValueError, match="output = .*a checkpoint cannot be read"):
-        open_run_folder(tiny("back\\slash"), overwrite=False)
+        open_run_folder(spec_of(tiny("back\\slash")), overwrite=False)
     config = tiny("thesis")
     Path(config.output).mkdir()
     (Path(config.output) / "chapter.tex").write_text("years of work")
     with pytest.raises(ValueError, match="not a run .chapter.tex."):
-        open_run_folder(config, overwrite=True)
+        open_run_folder(spec_of(config), overwrite=True)
     # A config without what only recjax writes is the user's, next to a reward and data.
     (Path(config.output) / "config.yaml").write_text("output: thesis  # mine")
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="not a run .chapter.tex, config.yaml."):
-            open_run_folder(config, overwrite)
+            open_run_folder(spec_of(config), overwrite)
     assert (Path(config.output) / "config.yaml").read_text() == "output: thesis  # mine"
 
 
 def test_overwrite_keeps_files_that_recjax_did_not_write(tiny, caplog):
     config = tiny("run")
-    output = open_run_folder(config, overwrite=False)
+    output = open_run_folder(spec_of(config), overwrite=False)
     of_run = ("checkpoints/4/state", "samples/after.jsonl", "experience.db-wal", ".metrics.jsonl.7.partial")
     of_user = ("reward.py", "notes/a.md", "train.jsonl")
     for name in (*of_run, *of_user):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text("content")
-    open_run_folder(config, overwrite=True)
+    open_run_folder(spec_of(config), overwrite=True)
     assert [name for name in (*of_run, *of_user) if (output / name).exists()] == [*of_user]
     assert "kept what recjax did not write: notes, reward.py, train.jsonl" in caplog.text
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tiny, monkeypatch):
+def test_infinite_loss_stops_before_the_next_checkpoint(tiny, monkeypatch):
     config = tiny("run")
     update, calls = learner.update, []
 
@@ -400,7 +401,7 @@ def test_the_run_folder_holds_what_the_readme_says(tiny):
 
 
 @pytest.mark.slow
-def test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_once(tiny):
+def test_behavior_weights_are_a_copy(tiny):
     learner.update.clear_cache()
     before = learner.update._cache_size()  # below 0 after `jax.clear_caches`
     rows = train(tiny("run", "regime.sync_interval=4"))[1:]
@@ -410,7 +411,7 @@ def test_behavior_weights_are_a_copy_of_their_own_and_the_update_is_compiled_onc
     assert learner.update._cache_size() == before + 1
 
 
-def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkeypatch):
+def test_seeds_differ_and_no_key_is_reused(tiny, monkeypatch):
     sampled, dropped, sample_groups, update = [], [], sampling.sample_groups, learner.update
 
     def watched_sampling(policy, params, prompts, keys, *args, **named):
@@ -430,7 +431,7 @@ def test_runs_of_other_seeds_differ_and_no_random_key_is_used_twice(tiny, monkey
 
 
 @pytest.mark.parametrize("name", ["k3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("k1", "k2"))])
-def test_reference_kl_is_zero_at_the_start_and_read_later_and_on_policy_ratios_are_one(tiny, name):
+def test_reference_kl_starts_at_zero_with_ratios_of_one(tiny, name):
     options = [f"algorithm.reference_kl.estimator={name}", "training.steps=3", "evaluation.every=0", *CUT]
     # The coefficient is an argument of the program, so that both runs share one.
     kl, none = "algorithm.reference_kl.coefficient=0.5", "algorithm.reference_kl.coefficient=1e-12"

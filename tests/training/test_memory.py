@@ -77,7 +77,7 @@ def test_an_update_holds_the_scores_of_one_chunk(packed):
     assert CHUNK > CONFIG.hidden_size
 
 
-def test_the_memory_of_an_update_is_far_below_that_of_all_scores():
+def test_update_needs_less_memory_than_all_scores():
     chunked = compiled_update(True).memory_analysis().temp_size_in_bytes
     everything = compiled_update(True, chunk=3 * 64)
     assert most_rows_of_scores(everything) == 3 * 64

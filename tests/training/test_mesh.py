@@ -41,7 +41,7 @@ def test_sizes_that_do_not_are_refused_with_their_names(sizes):
         make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))))
 
 
-def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
+def test_sharding_rules_match_all_parameters():
     shapes = abstract_params(EVERYTHING)
     shapes["layers"]["experts"] = abstract_params(adapted(EXPERTS, LORA))["layers"]["experts"]
     shapes["score"] = {"kernel": shapes["head"]["kernel"].update(shape=(16, 4))}  # of a reward model
@@ -80,7 +80,7 @@ def test_a_path_without_a_rule_is_named():
 @pytest.mark.parametrize(
     ("sizes", "shape"), [({"fsdp": -1}, (1, 4, 1)), ({"tensor": -1, "fsdp": 2}, (1, 2, 2)), ({}, (4, 1, 1))]
 )
-def test_the_default_of_data_leaves_the_rest_to_another_axis(sizes, shape):
+def test_default_data_axis_leaves_devices_to_others(sizes, shape):
     assert tuple(make_mesh(MeshConfig(**sizes), 4).shape.values()) == shape
 
 

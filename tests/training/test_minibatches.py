@@ -119,7 +119,7 @@ def reference(preset, params, batch, rate, training):
 
 @pytest.mark.parametrize("preset", campaign_except(["grpo", "tis", "decoupled_ppo", "a3po"], "decoupled_ppo"))
 @pytest.mark.parametrize("packs", campaign_except([False, True], False, slow=[True]))
-def test_updates_of_a_batch_are_those_of_the_double_loop(preset, packs):
+def test_batch_updates_equal_the_double_loop(preset, packs):
     batch = off_policy_batch()
     after = reference(preset, initial(), batch, RATE, PASSES)
     before = [initial(), *after[:-1]]
@@ -140,7 +140,7 @@ def test_updates_of_a_batch_are_those_of_the_double_loop(preset, packs):
 
 
 @pytest.mark.slow
-def test_the_first_of_several_passes_is_the_only_update_of_one():
+def test_first_pass_equals_a_single_update():
     batch = off_policy_batch()
     layout = layout_of(batch, 0)  # whose program the double loop has compiled
     once = updated("decoupled_ppo", initial(), batch, layout)
@@ -193,7 +193,7 @@ SCORED = ["m2po", "bapo", "clip_cov", "high_entropy", "p3o"]
 @pytest.mark.parametrize("preset", campaign_except(["dapo", "pairwise_consistency", *SCORED], "high_entropy"))
 @pytest.mark.parametrize("packs", campaign_except([False, True], False))
 @pytest.mark.slow
-def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_groups(preset, packs):
+def test_minibatch_equals_a_batch_of_its_groups(preset, packs):
     batch = off_policy_batch()
     layout = layout_of(batch, 1, packs=packs)
     alone = batch._replace(completion_mask=batch.completion_mask & layout.rows[:, None])
@@ -203,7 +203,7 @@ def test_a_minibatch_is_a_batch_of_its_groups_where_advantages_are_those_of_grou
 
 
 @pytest.mark.slow
-def test_the_proximal_policy_is_given_and_other_scores_are_those_of_the_update():
+def test_proximal_logprobs_are_given_and_others_recomputed():
     batch = off_policy_batch()
     algorithm = build_algorithm("tis", {"mask": {"name": "second_moment"}})
     rewards, groups, mask, behavior = map(
@@ -255,7 +255,7 @@ def test_minibatches_under_pmap_have_their_share_of_every_device():
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-def test_each_pass_trains_on_every_group_once_in_an_order_of_its_own(padding):
+def test_each_pass_shuffles_all_groups(padding):
     training = TrainingConfig(updates_per_batch=3, minibatches=2)
     batch, groups = make_batch(prompts=6 + padding), 6
     orders = []
@@ -276,7 +276,7 @@ def test_each_pass_trains_on_every_group_once_in_an_order_of_its_own(padding):
 
 
 @pytest.mark.parametrize("preset", [*slow("decoupled_ppo"), *campaign("grpo")])
-def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset):
+def test_run_updates_each_batch_as_configured(tiny, monkeypatch, preset):
     seen, recipes, original = [], [], learner.update
 
     def watched(state, batch, layout, context, *, recipe):
@@ -310,7 +310,7 @@ def test_a_run_updates_each_batch_as_often_as_it_says(tiny, monkeypatch, preset)
     assert progress(Path(config.output) / "checkpoints", 6)["totals"]["tokens"] == tokens, "each batch counts once"
 
 
-def test_a_replayed_batch_is_within_its_limit_in_its_last_update(tiny):
+def test_replayed_batch_keeps_its_staleness_limit(tiny):
     options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=40"]
     options += ["training.checkpoint_every=40", "evaluation.every=0"]
     replay = "experience.replay={max_staleness: 9, max_reuse: 4, draw_every: 2, keep_no_signal: true}"

@@ -66,7 +66,7 @@ def of_one_device(config, packed=False):
         (HYBRID, (2, 1, 2), True),
     ],
 )
-def test_meshes_change_no_number_of_models_with_experts_or_delta_nets(config, sizes, packed):
+def test_meshes_change_no_number_of_other_layers(config, sizes, packed):
     found, expected = numbers(sizes, 1, packed, config), of_one_device(config, packed)
     # Adam's first step is ± the learning rate, so parameters whose gradient is almost 0 differ by rounding.
     assert_equal(*({name: one for name, one in each.items() if "params/" not in name} for each in (found, expected)))
@@ -94,7 +94,7 @@ def test_a_teachers_divergence_is_that_of_one_device(sizes):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2)])
-def test_the_effective_sample_size_is_that_of_the_batch_on_any_mesh(sizes):
+def test_effective_sample_size_is_equal_on_any_mesh(sizes):
     algorithm = build_algorithm("p3o", {})
     found, expected = (numbers(*each, algorithm=algorithm) for each in ((sizes, 3), (None, 1)))
     assert_equal(found, expected)
@@ -140,7 +140,7 @@ def test_pmap_gives_the_numbers_of_one_device():
 
 
 @pytest.mark.campaign
-def test_a_step_without_data_moves_nothing_under_pmap_and_on_a_mesh():
+def test_steps_without_data_move_nothing_on_meshes():
     batch = batch_of(np.random.default_rng(0))
     batch = batch._replace(completion_mask=np.zeros_like(batch.completion_mask))
     expected = jax.device_get(start())
@@ -150,7 +150,7 @@ def test_a_step_without_data_moves_nothing_under_pmap_and_on_a_mesh():
 
 
 @pytest.mark.campaign
-def test_a_state_is_split_from_the_start_and_stays_so():
+def test_state_is_sharded_in_every_step():
     batch = batch_of(np.random.default_rng(0))
     with on((1, 4, 1)):
         mesh, before = jax.sharding.get_mesh(), start()

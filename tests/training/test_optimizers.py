@@ -209,7 +209,7 @@ def overrides(block: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("name", slow_except(OPTIMIZERS, "momentum", "muon"))
-def test_a_run_resumes_exactly_and_its_checkpoint_has_the_planned_bytes(tiny, name, monkeypatch):
+def test_run_resumes_exactly_with_each_optimizer(tiny, name, monkeypatch):
     block, _, bytes_of = OPTIMIZERS[name]
     options = [*overrides(block), "regime.sync_interval=2"]
     resumes_with_real_weights(tiny, options, [5])
@@ -269,7 +269,7 @@ def test_optimizers_of_a_part_and_averages_resume_exactly(tiny, case):
     resumes_with_real_weights(tiny, [*overrides(OPTIMIZERS[name].block), *extra], [5])
 
 
-def test_a_state_lies_on_a_mesh_where_its_parameters_do():
+def test_optimizer_state_is_sharded_like_its_parameters():
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2))
     shapes = abstract_params(CONFIG)
     placed = param_shardings(mesh, shapes)

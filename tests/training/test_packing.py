@@ -274,7 +274,7 @@ def micro_batches_of_prompts(packed, group):
     return np.array([len({*of_prompt[of_prompt >= 0].tolist()}) for of_prompt in prompts])
 
 
-def test_completions_of_a_prompt_stay_together_where_they_are_compared():
+def test_compared_completions_stay_in_one_micro_batch():
     batch = make_batch()
     together, apart = (pack(batch, SHAPE, units) for units in (batch.group_ids, None))
     assert micro_batches_of_prompts(together, 3).max() == 1 < micro_batches_of_prompts(apart, 3).max()
@@ -303,7 +303,7 @@ def test_little_padding_on_lengths_like_those_of_gsm8k(budget):
         assert padding_waste(batch, Layout()) > 0.7
 
 
-def test_padding_waste_of_whole_prompts_counts_every_position_that_is_run():
+def test_padding_waste_counts_every_computed_position():
     batch = make_batch(prompts=2, group=2, time=3)
     batch.prompt_mask[:] = [[1, 1, 1, 0], [1, 0, 0, 0]]
     batch.completion_mask[:] = [[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]]
@@ -369,7 +369,7 @@ def test_a_budget_too_small_is_refused_before_work_starts(tiny, preset, least):
         prepare(tiny("training.tokens_per_micro_batch=5", f"algorithm.preset={preset}"))
 
 
-def test_rows_are_as_many_as_the_budget_allows_and_end_at_a_tile():
+def test_rows_fill_the_budget_and_whole_tiles():
     assert row_shape(16384, 1279) == (12, 1280)
     assert row_shape(16384, 1279, multiple=8) == (8, 2048)
     assert row_shape(300, 130) == (2, 150)

@@ -63,7 +63,7 @@ def test_processes_of_one_host_write_traces_of_their_own(tmp_path, ended):
         assert {name for name in names if str(name).startswith("mark")} == {f"mark of process {number}"}
 
 
-def test_a_run_may_be_traced_from_where_it_goes_on_and_not_before(tiny, monkeypatch):
+def test_resumed_run_traces_only_its_own_steps(tiny, monkeypatch):
     for at, options in ((5, []), (2, ["training.profile_steps=[1, 3]"])):  # the last checkpoint is that of step 3
         with pytest.raises(KeyboardInterrupt):
             count(tiny("run", *options), killed(at))
@@ -82,7 +82,7 @@ def test_a_run_may_be_traced_from_where_it_goes_on_and_not_before(tiny, monkeypa
         (1, None, "1 2 3 4"),
     ],
 )
-def test_the_devices_are_waited_for_where_a_trace_begins_and_ends(monkeypatch, tmp_path, first, traced, order):
+def test_traces_start_and_end_with_idle_devices(monkeypatch, tmp_path, first, traced, order):
     seen = []
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ def test_the_devices_are_waited_for_where_a_trace_begins_and_ends(monkeypatch, t
     assert " ".join(seen) == order
 
 
-def test_a_trace_that_has_begun_is_written_when_the_run_fails(tiny, monkeypatch):
+def test_started_trace_is_written_when_a_run_fails(tiny, monkeypatch):
     monkeypatch.setattr(loop, "next_groups", lambda *args: 1 / 0)
     config = tiny("run", "training.profile_steps=[1, 3]")
     with pytest.raises(ZeroDivisionError) as failure:  # kept, for it holds what the loop left open

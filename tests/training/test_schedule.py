@@ -12,7 +12,7 @@ REGIMES = {(m, n): RegimeConfig(sync_interval=m, sync_offset=n) for m in (1, 3, 
 
 
 @pytest.mark.parametrize("regime", slow_except([*REGIMES.values(), OFFLINE], REGIMES[1, 0], REGIMES[3, 10], OFFLINE))
-def test_every_batch_is_sampled_once_in_order_with_the_expected_staleness(tiny, regime):
+def test_batches_are_sampled_once_with_expected_staleness(tiny, regime):
     interval, offset = regime.sync_interval, regime.sync_offset
     names = [f"regime.sync_interval={interval}", f"regime.sync_offset={offset}", f"regime.offline={regime.offline}"]
     trained, sampled = [], []

@@ -44,7 +44,7 @@ def counts_ones(prompts, completions, answers):
         ["regime.sync_interval=3", "experience.replay={max_reuse: 1, keep_no_signal: true}"],
     ],
 )
-def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, regime):
+def test_next_batch_is_sampled_during_grading(tiny, monkeypatch, regime):
     def counted(*arguments):
         drawn = graded_batch(*arguments)
         with DRAWN:
@@ -63,7 +63,7 @@ def test_the_next_batch_is_drawn_while_this_one_is_graded(tiny, monkeypatch, reg
     assert without_times(overlapped) == without_times(in_turn)
 
 
-def test_a_built_in_reward_reaches_the_metrics_in_its_parts(tiny):
+def test_reward_parts_reach_the_metrics(tiny):
     options = ["task.reward=gsm8k", "task.reward_weights={length: 1.0}", "regime.sync_interval=4", "training.steps=3"]
     for row in count(tiny("run", *options), sample=graded_batch)[1:]:
         assert row["reward/accuracy"] == 0 and row["reward/format"] == -1
@@ -87,7 +87,7 @@ def test_truncated_completions_are_trained_on_masked_or_penalized(tiny):
     assert first["mask"]["reward"] == first["train"]["reward"] > first["penalize"]["reward"]
 
 
-def test_metrics_and_pass_rates_of_a_run_are_the_answers_whatever_shapes_its_rewards(tiny):
+def test_reward_shaping_changes_no_accuracy_or_pass_rate(tiny):
     def sample(*arguments, rates=None):
         return graded_batch(*arguments)
 
@@ -146,7 +146,7 @@ def test_penalized_rows_get_the_reward_and_lose_their_own():
 
 
 @pytest.mark.slow
-def test_a_batch_of_truncated_rows_alone_moves_nothing_and_stops_nothing(tiny, caplog):
+def test_batch_of_truncated_rows_moves_nothing(tiny, caplog):
     options = ["task.truncated=mask", "rollout.max_completion_tokens=1", "rollout.group_size=1", "training.steps=1"]
     options += ["algorithm.advantage={name: raw_reward}"]
     rows = train(tiny("run", *options, "rollout.prompts_per_step=1", "evaluation.every=0"))

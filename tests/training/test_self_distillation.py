@@ -100,7 +100,7 @@ def loop(batch, params, teacher):
     return loss / count, np.mean(divergences), np.mean(distances), len(divergences) / count
 
 
-def test_an_update_equals_a_double_loop_over_each_sequence_alone():
+def test_update_equals_a_loop_over_sequences():
     batch = taught_batch()
     _, _, metrics = step(batch, teacher=average())
     loss, divergence, distance, share = loop(batch, initial(), average())
@@ -114,7 +114,7 @@ def test_an_update_equals_a_double_loop_over_each_sequence_alone():
     chex.assert_trees_all_equal(step(batch._replace(teacher_prompts=junk), teacher=average())[2], metrics)
 
 
-def test_a_teacher_with_the_same_weights_and_prompts_changes_nothing():
+def test_teacher_equal_to_the_policy_changes_nothing():
     batch = make_batch()
     group = len(batch.rewards) // len(batch.prompts)
     own = np.zeros((2, len(batch.rewards), ROOM), np.int32)
@@ -130,7 +130,7 @@ def test_a_teacher_with_the_same_weights_and_prompts_changes_nothing():
     assert metrics["update_norm"] == metrics["loss"] == metrics["taught_fraction"] == metrics["teacher_divergence"] == 0
 
 
-def test_the_gradient_leaves_the_teacher_alone_and_the_average_follows():
+def test_teacher_gets_no_gradient_and_follows_the_average():
     batch = taught_batch()
     params, teacher, _ = step(batch, teacher=average())
     moved = optax.incremental_update(params, average(), RATE)

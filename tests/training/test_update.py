@@ -154,7 +154,7 @@ ALIKE = {
     campaign_except(itertools.product(ALIKE, (False, True)), ("red_drop", True)),
     ids=lambda case: f"{case[0]}{', packed' * case[1]}",
 )
-def test_a_step_without_data_moves_neither_parameters_nor_the_optimizers_state(case):
+def test_step_without_data_keeps_parameters_and_optimizer_state(case):
     preset, packs = case
     batch, algorithm = make_batch(), build_algorithm(preset, ALIKE[preset])
     optimizer = make_optimizer(OptimizerConfig())
@@ -228,7 +228,7 @@ def test_a_second_rate_compiles_no_second_update(tiny):
 
 
 @pytest.mark.slow
-def test_recorded_top_tokens_center_the_score_alike_in_every_layout():
+def test_top_tokens_center_scores_in_every_layout():
     generator, batch, decoder = np.random.default_rng(4), make_batch(), Decoder(CONFIG)
     behavior = np.log(generator.dirichlet(np.ones(11), batch.completions.shape))
     ids = np.argsort(-behavior, axis=-1)[..., :3].astype(np.int32)
@@ -275,7 +275,7 @@ def test_recorded_top_tokens_center_the_score_alike_in_every_layout():
 
 
 @pytest.mark.slow
-def test_recorded_top_tokens_change_no_update_that_does_not_read_them(tiny):
+def test_unread_top_tokens_change_no_update(tiny):
     plain = train(tiny("plain", "training.steps=4"))
     recorded = train(tiny("recorded", "training.steps=4", "rollout.recorded_top_k=5"))
     assert without_times(recorded) == without_times(plain)
@@ -293,7 +293,7 @@ CENTERED = ["algorithm.score_centering={coefficient: 1.0}"]
 
 
 @pytest.mark.slow
-def test_recorded_sets_limit_log_probs_and_gradients_alike_in_every_layout():
+def test_recorded_sets_act_alike_in_every_layout():
     generator, batch, decoder = np.random.default_rng(3), make_batch(), Decoder(CONFIG)
     kept = generator.random((*batch.completions.shape, 11)) < 0.4
     np.put_along_axis(kept, batch.completions[..., None], True, -1)
