@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recjax.errors import UserError
-from recjax.experience.completion_schema import EMPTY, check_records, check_value, to_array
+from recjax.experience.completion_checks import GIVE_TOKENS, NO_TOKENS, check_records, check_value, to_array
 from recjax.experience.group import Completion, Grade, Group, Row
 from recjax.experience.records import CHAT_TEMPLATE, Record
 from recjax.models.sampling import Sampling
@@ -45,7 +45,7 @@ class Columns(NamedTuple):
     source: str | None = None
 
     def by_schema(self) -> dict[str, str]:
-        """The names of the file's columns by the names of `completion_schema.COLUMNS`."""
+        """The names of the file's columns by the names of `columns.COLUMNS`."""
         names = {name: column for name, column in self._asdict().items() if column is not None}
         return names | {"completion_tokens": self.tokens, "behavior_logprobs": self.logprobs}
 
@@ -165,7 +165,7 @@ class _Source(NamedTuple):
         return f"{self.place}: {getattr(self.columns, column)}"
 
     def checked(self, column: str, value: Any) -> Any:
-        """A value that the column of the same name in `completion_schema` takes.
+        """Checks a value against the column of the same name in `columns.COLUMNS`, and returns it.
 
         Raises:
             UserError: the column does not take the value.
@@ -330,5 +330,5 @@ def _token_ids(row: _Source, column: str, name: str, tokenizer: str | None) -> n
         problem = "token ids need their vocabulary"
         raise row.error(column, problem, "give --tokenizer, the folder of the model's tokenizer")
     if not len(tokens):
-        raise row.error(column, *EMPTY)
+        raise row.error(column, NO_TOKENS, GIVE_TOKENS)
     return tokens

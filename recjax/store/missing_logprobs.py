@@ -12,8 +12,9 @@ from recjax.algorithms.losses import Algorithm
 from recjax.config import MissingLogprobs
 from recjax.errors import UserError
 from recjax.experience.batch import Shape, pad, row_places
-from recjax.experience.group import Completion, Group, has_sets
+from recjax.experience.group import Completion, Group
 from recjax.experience.layout import score
+from recjax.experience.recorded import has_sets
 from recjax.hub.policy import Policy
 from recjax.models.sampling import TOP_IDS, Sampling
 from recjax.runtime import hosts

@@ -21,7 +21,8 @@ import xxhash
 from filelock import Timeout
 
 from recjax.errors import UserError
-from recjax.experience.completion_schema import COLUMNS, STORED, TAKEN, check_records
+from recjax.experience.columns import COLUMNS, STORED
+from recjax.experience.completion_checks import ID_IS_TAKEN, check_records
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, from_json, record_of, row_of, signed_hash, to_json
 from recjax.models.sampling import Sampling
@@ -738,7 +739,7 @@ class Store:
             known = self.numbers("id", [record.completion.id for record in records])
             if not known:
                 raise Conflict(self.name, str(error.orig)) from error
-            raise Conflict(f"{self.name}: id", TAKEN, COLUMNS["id"].remedy, min(known)) from error
+            raise Conflict(f"{self.name}: id", ID_IS_TAKEN, COLUMNS["id"].remedy, min(known)) from error
         last = last._replace(completion=numbers[-1], completions=last.completions + len(records))
         graders: dict[str, dict[int, tuple[Grade, str | None]]] = {GIVEN: {}}
         for number, record in zip(numbers, records, strict=True):

@@ -339,9 +339,9 @@ FAULTS = {
     "resume-fills-in-log-probs-again": Fault(
         "a resumed run fills in the log-probs of others' completions again, with the weights of its checkpoint",
         "recjax/experience/records.py",
-        "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
+        "        record = record_of(row, grade)\n        group = groups.setdefault(",
         '        row["behavior_logprobs"] = None if row["source"] == "expert" else row["behavior_logprobs"]\n'
-        "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
+        "        record = record_of(row, grade)\n        group = groups.setdefault(",
         (f"{_RESUME}[real weights, late, replay, mix of texts, interval]",),
         "slow",
     ),
@@ -545,8 +545,8 @@ FAULTS = {
     "exchange-loses-turn-rewards": Fault(
         "an exported store lacks the rewards of single turns",
         "recjax/store/exchange.py",
-        '"turn_rewards": grade.turns or None',
-        '"turn_rewards": None',
+        'row["turn_rewards"] = grade.turns or None',
+        'row["turn_rewards"] = None',
         ("tests/test_import_experience.py::test_an_export_is_the_same_store_again",),
     ),
     "import-ignores-source-column": Fault(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sql
 
-from recjax.experience import group
+from recjax.experience import recorded
 from recjax.experience.group import Grade
 from recjax.store import database, store
 from recjax.store.feedback import give_rewards
@@ -329,15 +329,15 @@ def test_numbers_that_a_column_cannot_hold_are_refused_by_name(place, column):
 
 @pytest.mark.parametrize("bomb", ["packed", "packed twice", "claimed"])
 def test_recorded_arrays_that_unpack_to_far_more_are_refused(monkeypatch, bomb):
-    monkeypatch.setattr(group, "RECORDED_BYTES", 1000)
+    monkeypatch.setattr(recorded, "RECORDED_BYTES", 1000)
     savez = np.savez_compressed if bomb == "packed twice" else np.savez
     savez(file := io.BytesIO(), **{"0/a": np.zeros(3 if bomb == "claimed" else 10**6)})
     content = file.getvalue()
     if bomb == "claimed":  # without the checksums of the archive, which would notice it
-        assert group.recorded_from_bytes(zlib.compress(content), [3])[0]["a"].tolist() == [0, 0, 0]
+        assert recorded.recorded_from_bytes(zlib.compress(content), [3])[0]["a"].tolist() == [0, 0, 0]
         content = content.replace(b"'shape': (3,), }            ", b"'shape': (3000000000000,), }")
     with pytest.raises(ValueError, match="recorded arrays cannot be read .*(more than 4000 bytes, 1000 for|CRC|all)"):
-        group.recorded_from_bytes(zlib.compress(content), [3])
+        recorded.recorded_from_bytes(zlib.compress(content), [3])
 
 
 def test_a_row_that_nobody_asked_for_is_no_answer(tmp_path, monkeypatch):

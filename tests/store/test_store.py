@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.errors import UserError
-from recjax.experience import completion_schema
+from recjax.experience import completion_checks
 from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.records import groups_from_bytes, groups_of, groups_to_bytes
 from recjax.store import database
@@ -295,7 +295,7 @@ def test_a_bad_row_is_refused(name):
     change, value, reason = BAD_ROWS[name]
     rows = [make_row(0), text_row(1), make_row(2, length=7), unchecked(change), make_row(4)]
     with pytest.raises(UserError, match=f"rows to append: row 3: {re.escape(value)}.*: .*{re.escape(reason)}") as error:
-        completion_schema.check_records(rows, "rows to append: row {}".format)
+        completion_checks.check_records(rows, "rows to append: row {}".format)
     assert error.value.remedy
     row = make_row(3)
     rows = [
@@ -305,7 +305,7 @@ def test_a_bad_row_is_refused(name):
         unchecked(dict(reward="later"), make_row(5)),
     ]
     with pytest.raises(UserError, match=f"record 2: {re.escape(value)}.*: .*{re.escape(reason)}"):
-        completion_schema.check_records(rows, "record {}".format)
+        completion_checks.check_records(rows, "record {}".format)
 
 
 def test_the_first_bad_row_is_named_whatever_the_next_one_has():
@@ -316,22 +316,22 @@ def test_the_first_bad_row_is_named_whatever_the_next_one_has():
         row = unchecked(change, make_row(3))
         for other in others:
             with pytest.raises(UserError, match=f"^record 1: {re.escape(value)}"):
-                completion_schema.check_records([make_row(0), row, other], "record {}".format)
+                completion_checks.check_records([make_row(0), row, other], "record {}".format)
 
 
 def test_completions_of_a_policy_are_checked_together(monkeypatch):
     """The rules of a column run once for a batch, not once for a completion."""
     calls = []
-    real = completion_schema.Check.plain
+    real = completion_checks.Check.plain
     monkeypatch.setattr(
-        completion_schema.Check, "plain", lambda *given, **options: calls.append(given[1]) or real(*given, **options)
+        completion_checks.Check, "plain", lambda *given, **options: calls.append(given[1]) or real(*given, **options)
     )
     row = make_row(3)
     rows = [renamed(row, f"id {number}") for number in range(9)]
-    completion_schema.check_records(rows, "record {}".format)
+    completion_checks.check_records(rows, "record {}".format)
     assert len({*calls}) == len(calls) > 10
     with pytest.raises(UserError, match="record 9: id = 'id 0': is the id of an earlier completion"):
-        completion_schema.check_records([*rows, rows[0]], "record {}".format)
+        completion_checks.check_records([*rows, rows[0]], "record {}".format)
 
 
 def renamed(row, name):

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recjax.errors import UserError
-from recjax.experience.completion_schema import COLUMNS, DERIVED, EXPORTED, STORED, check_value
+from recjax.experience.columns import COLUMNS, DERIVED, EXPORTED, STORED
+from recjax.experience.completion_checks import check_value
 from recjax.experience.records import row_of
 from recjax.import_experience import import_exports, import_files
 from recjax.models.sampling import Sampling
@@ -404,7 +405,7 @@ def test_stores_exports_and_rows_have_the_columns_of_the_table():
     assert {*STORED} == {*COLUMNS} - {"reward", "reward_parts", "accurate", "turn_rewards", "other_rewards"}
     assert {*COLUMNS} == {*EXPORTED, "number", *DERIVED}
     for name, column in COLUMNS.items():
-        assert bool(column.accepts) == bool(column.takes) == bool(column.remedy), name
+        assert bool(column.value_type) == bool(column.takes) == bool(column.remedy), name
 
 
 def test_whole_numbers_become_rewards():
