@@ -56,7 +56,7 @@ def to_array(name: str, values: Any, where: str) -> np.ndarray:
     elements = _ELEMENTS[kind]
     if hasattr(values, "__array__"):
         array = np.asarray(values)
-        has_right_type = array.dtype.kind in elements.numpy_kinds or not len(array)
+        has_right_type = array.dtype.kind in elements.numpy_kinds or array.size == 0
         if array.ndim == 1 and has_right_type:
             return array
         values = array.tolist()

@@ -250,16 +250,16 @@ FAULTS = {
     "queue-late-rewards-not-counted": Fault(
         "rewards that arrive after their group has left are not counted",
         "recjax/experience/queue.py",
-        '"rewards_too_late" if entry.round is None else "rows_without_reward"',
-        '"rows_without_reward"',
+        'counts["rewards_too_late"] += 1',
+        'counts["rows_without_reward"] += 1',
         (_QUEUE,),
     ),
     # --- Replay.
     "replay-counts-every-use": Fault(
         "each step counts as a use of every group in the buffer, also of groups it did not take",
         "recjax/experience/queue.py",
-        "used=entry.used + (index in chosen)",
-        "used=entry.used + 1",
+        "for index in taken:",
+        "for index in range(len(used)):",
         (_REPLAY,),
     ),
     "replay-staleness-off-by-one": Fault(
@@ -279,8 +279,8 @@ FAULTS = {
     "replay-beside-new-groups": Fault(
         "with refill and replay, a trained group takes a place although there are enough new ones",
         "recjax/experience/queue.py",
-        "if settings.replaces and not entry.used][:count]",
-        "if settings.replaces and entry.used][:count]",
+        "if not entry.used][:count]",
+        "if entry.used][:count]",
         (_REPLAY,),
     ),
     # --- Checkpoint and resume.
@@ -301,8 +301,8 @@ FAULTS = {
     "checkpoint-repeats-batch": Fault(
         "a resumed run samples the last batch before the checkpoint again",
         "recjax/experience/queue.py",
-        'Counter(plain["counts"]), plain',
-        'Counter(plain["counts"]) - Counter(batches=1), plain',
+        'counts=Counter(plain["counts"]),',
+        'counts=Counter(plain["counts"]) - Counter(batches=1),',
         (f"{_RESUME}[on policy]",),
     ),
     "checkpoint-keeps-oldest": Fault(
