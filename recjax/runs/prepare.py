@@ -102,7 +102,7 @@ def prepare(
         options = (stored.shape, policy, initial, sampling, config.model.logprob_chunk)
         stored = stored._replace(groups=with_initial_logprobs(stored.groups, *options))
     phases.totals["prepare"] = phases.wall_seconds
-    others = ByPrompt(stored.groups, of_problems=agents is not None) if stored and joins else None
+    others = ByPrompt(stored.groups, by_problem=agents is not None) if stored and joins else None
     grading = Grading(config, task.reward)
     setup = Setup(config, policy, train, held_out, grading, phases, stored, others, demonstrations, agents)
     judge = judge_of(config, grading.reward.weights)

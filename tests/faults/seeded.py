@@ -364,8 +364,8 @@ FAULTS = {
     "following-takes-again": Fault(
         "a resumed run trains again on a completion of a followed store",
         "recjax/store/following.py",
-        'else self._resumed.get("read", 0)',
-        "else 0",
+        'ranges.append((self._resumed.get("read", 0), last.completion))',
+        "ranges.append((0, last.completion))",
         ("tests/store/test_following.py",),
     ),
     # --- Engine.
@@ -552,8 +552,8 @@ FAULTS = {
     "import-ignores-source-column": Fault(
         "all rows of an imported file have the file's name as their source",
         "recjax/store/foreign.py",
-        'source=source if row.columns.source is None else _label(row, "source")',
-        "source=source",
+        'source = _label(row, "source")',
+        "pass",
         ("tests/test_import_experience.py::test_a_column_says_who_wrote_each_row",),
     ),
     # --- Hub.

@@ -309,15 +309,15 @@ def test_agents_share_a_problem_whatever_prompts_they_make(tmp_path):
     agents = [make_row(1 + place, 1 + place, answer="7", prompt_tokens=prompts[place], **known) for place in range(3)]
     other = make_row(4, 4, answer="8", prompt_tokens=ours.prompt_tokens, **known)
     groups = stored(tmp_path / "s.db", *agents, other)
-    for of_problems, expected in ((True, ["row 1", "row 2", "row 3"]), (False, ["row 4"])):
-        assert [one.id for one in ByPrompt(groups, of_problems).get(ours)] == expected
+    for by_problem, expected in ((True, ["row 1", "row 2", "row 3"]), (False, ["row 4"])):
+        assert [one.id for one in ByPrompt(groups, by_problem).get(ours)] == expected
 
 
 def test_the_seats_of_a_problem_do_not_join(tmp_path):
     known = dict(prompt="say", answer="7", tokenizer="t")
     ours, *rows = (make_row(place, place, **known, metadata={"seat": seat}) for place, seat in enumerate("abab"))
     groups = stored(tmp_path / "s.db", *rows)
-    others = ByPrompt(groups, of_problems=True)
+    others = ByPrompt(groups, by_problem=True)
     assert [one.id for one in others.get(group_of(ours))] == ["row 2"]
     token, problem = np.ones((1, 1), np.int32), Problem("say", "7")
     check_prompts(groups, True, "s.db", Prompts(token, token > 0, ["say"], [problem]))  # raises no error
