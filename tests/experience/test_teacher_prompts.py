@@ -123,7 +123,7 @@ def test_a_chat_keeps_its_other_messages_and_variables(made, monkeypatch):
     assert seen == [(of_teacher, {"thinking": True})] * 2 and chat[3]["content"] == "1+2="
 
 
-def test_prompts_that_are_too_long_are_refused_before_the_run_and_skipped_in_it(made, caplog):
+def test_too_long_prompts_are_refused_early_and_skipped_later(made, caplog):
     with pytest.raises(
         ValueError, match=r"task.teacher_tokens = 6: the teacher's prompt '18;9\+9=' needs 7 tokens; raise"
     ):
@@ -145,7 +145,7 @@ def test_prompts_that_are_too_long_are_refused_before_the_run_and_skipped_in_it(
         prompts_in(prompts, [wrong])
 
 
-def test_a_batch_with_a_teachers_prompts_is_not_packed_by_default(tmp_path):
+def test_teacher_prompts_turn_off_packing_by_default(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     taught = ["model.teacher=policy", "task.teacher_template={answer}{prompt}", "task.teacher_tokens=9"]

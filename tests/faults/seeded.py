@@ -533,14 +533,14 @@ FAULTS = {
         "recjax/store/feedback.py",
         "if earlier is not None and earlier[0] != grade:",
         "if False:",
-        ("tests/store/test_feedback.py::test_the_same_reward_again_is_no_error_and_another_is",),
+        ("tests/store/test_feedback.py::test_equal_rewards_are_accepted_and_different_ones_refused",),
     ),
     "sources-logprobs-computed-again": Fault(
         "log-probs that a store has are replaced by those of the current policy",
         "recjax/store/missing_logprobs.py",
         "                if _lacks_logprobs(completion):\n",
         "                if True:\n",
-        ("tests/store/test_missing_logprobs.py::test_recomputed_log_probs_are_the_policys_and_known_ones_stay",),
+        ("tests/store/test_missing_logprobs.py::test_only_missing_log_probs_are_recomputed",),
     ),
     "exchange-loses-turn-rewards": Fault(
         "an exported store lacks the rewards of single turns",

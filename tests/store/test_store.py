@@ -180,7 +180,7 @@ for number in range(100_000):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["any", "before the commit"])
-def test_a_killed_writer_leaves_what_it_said_that_it_wrote(db, moment):
+def test_a_killed_writer_loses_no_confirmed_rows(db, moment):
     script = WRITER
     if moment != "any":
         dying = "import os, signal\nstore._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -308,7 +308,7 @@ def test_a_bad_row_is_refused(name):
         completion_checks.check_records(rows, "record {}".format)
 
 
-def test_the_first_bad_row_is_named_whatever_the_next_one_has():
+def test_errors_name_the_first_of_several_bad_rows():
     """The check of a column neither hides an earlier row, which another check refuses, nor relies on a refused one."""
     names = ("no id", "NaN reward", "no tokens", "nothing drawn", "mask too short", "log-probs too long")
     others = [unchecked(BAD_ROWS[name][0], make_row(4)) for name in names]
@@ -367,7 +367,7 @@ def made(kind, values):
     return tuple.__new__(kind, values.values())
 
 
-def test_a_store_with_a_bad_row_stays_as_it_was(place):
+def test_a_bad_row_leaves_the_store_unchanged(place):
     append(place, ROWS[:1])
     with pytest.raises(UserError, match="record 1: reward = nan: takes a finite number"):
         append(place, [ROWS[1], make_row(2, reward=NAN)])
@@ -382,7 +382,7 @@ def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(place):
     assert np.isnan(read(place)[0].completion.rows[0].behavior_logprobs[1])
 
 
-def test_ids_are_unique_in_a_store_and_groups_go_on(place):
+def test_ids_are_unique_and_groups_grow(place):
     append(place, [make_row(0), make_row(1)])
     with pytest.raises(UserError, match="id = 'row 1': is the id of an earlier completion"):
         append(place, [make_row(2), make_row(1)])
@@ -546,7 +546,7 @@ def test_flipped_bits_and_cut_files_are_noticed_or_harmless(db, tmp_path, seed):
     assert noticed > 10
 
 
-def test_a_store_in_a_folder_that_may_not_be_written_is_read(db, monkeypatch):
+def test_a_store_in_a_read_only_folder_is_read(db, monkeypatch):
     append(db, ROWS)
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     before = sorted(db.parent.iterdir())

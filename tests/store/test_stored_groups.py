@@ -120,7 +120,7 @@ def test_what_is_trained_on_is_whole_and_counted(place, tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_rows_with_prompts_of_their_own_are_trained_on_with_them(tmp_path, rows):
+def test_rows_are_trained_on_with_their_own_prompts(tmp_path, rows):
     plain = make_row(0, tokenizer=NAME)
     (row,) = plain.completion.rows
     own = [row._replace(prompt_tokens=np.array([7, 8, 9, 10, place], np.int32)) for place in range(rows)]
@@ -157,7 +157,7 @@ def without_some(record):
 
 @pytest.mark.parametrize("of_agents", [False, True])
 @pytest.mark.slow
-def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, monkeypatch, of_agents):
+def test_initial_log_probs_are_stored_exactly(place, tmp_path, monkeypatch, of_agents):
     if place == "file":
         monkeypatch.setattr(missing_logprobs, "_SMALL", 1)
     in_parts(tmp_path / "store", [without_some(record) for record in scattered_rows(2, agents=of_agents)])
@@ -269,7 +269,7 @@ def test_damage_is_noticed_when_a_store_is_opened(place, tmp_path):
             load_groups(tmp_path / change, POLICY)
 
 
-def test_a_wrong_length_is_noticed_when_its_completion_is_read(tmp_path):
+def test_reading_a_completion_detects_a_wrong_length(tmp_path):
     append(tmp_path / "store", [make_row(number, group=number // 2, tokenizer=NAME) for number in range(4)])
     with sqlite3.connect(tmp_path / "store") as database:
         database.execute("update completions set row_length = 1 where number = 3")
@@ -279,7 +279,7 @@ def test_a_wrong_length_is_noticed_when_its_completion_is_read(tmp_path):
         groups[1]
 
 
-def test_completions_that_are_deleted_while_groups_are_read_are_missed(tmp_path):
+def test_completions_deleted_during_reading_are_an_error(tmp_path):
     append(tmp_path / "store", [make_row(number, group=number // 2, tokenizer=NAME) for number in range(4)])
     groups = load_groups(tmp_path / "store", POLICY)
     with Store(tmp_path / "store") as store:
@@ -289,7 +289,7 @@ def test_completions_that_are_deleted_while_groups_are_read_are_missed(tmp_path)
         groups[0]
 
 
-def test_what_is_held_is_an_index(place, tmp_path):
+def test_stored_groups_keep_only_an_index(place, tmp_path):
     in_parts(tmp_path / "store", scattered_rows(0))
     expected = len(reference(tmp_path / "store"))
     asked = reference(tmp_path / "store")
