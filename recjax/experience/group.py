@@ -69,7 +69,7 @@ class Completion(NamedTuple):
     """One answer to a group's prompt, from any source, with one or many turns; host arrays of any length.
 
     A single turn has one row, and its prompt is the group's. An agent's trajectory is one completion too, with one
-    grade, one advantage and usually one row. A turn starts another row if it does not extend the tokens before it,
+    grade, one advantage and usually one row. A turn starts a new row if it does not extend the tokens before it,
     because the template dropped text or the context was cut.
 
     id: unique in a run and in a store.

@@ -24,7 +24,8 @@ from recjax.tasks.problems import problem_key
 # Without replay, every group is trained on once, in order of arrival, even if its rewards are all equal.
 ONCE = ReplayConfig(capacity=sys.maxsize, max_reuse=1, keep_no_signal=True)
 
-IDLE_ROUNDS = 100  # limit of batches for one step, in addition to those due to the config's delays
+# Limit of batches for one step, in addition to the batches of the config's delays.
+IDLE_ROUNDS = 100
 
 # Reasons for removing completions and groups before their first or last use.
 LOST = ("rows_without_reward", "groups_without_reward", "rewards_too_late")
@@ -117,7 +118,7 @@ class Waiting(NamedTuple):
     """A group with missing rewards.
 
     group: the group; a completion has its grade once it is computed, even if its reward arrives later.
-    due: round in which the reward of each completion arrives, from 1; 0: the reward is there.
+    due: round in which the reward of each completion arrives, from 1; 0: the reward has arrived.
     round: round of the group's batch; None: see `has_left`.
     grades: the grades of all groups of the batch; None once the completions have them.
     """
@@ -144,8 +145,8 @@ class Queue(NamedTuple):
     round: number of the current round.
     waiting: groups with missing rewards, in order of arrival; groups of the next round too, if they were sampled early.
     ready: groups to train on.
-    counts: over the whole run, the number of groups, completions or tokens removed, by reason; of completions that
-        could not be graded, by `ungraded/` and the reason; and of `batches` that the policy sampled.
+    counts: totals over the run: groups, completions or tokens removed, by reason; completions that could not be graded,
+        by `ungraded/` and the reason; and `batches` that the policy sampled.
     rates: recent pass rate of each problem that a curriculum has drawn, by `problem_key`; None: the newest group of the
         problem had no reward.
     """
@@ -228,7 +229,7 @@ def _select(group: Group, flags: Sequence[int | bool]) -> Group:
 def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
     """Gives the rewards of this round to their groups and makes groups ready; call `wait_for_grades` before.
 
-    A group becomes ready when all its rewards are there, or `late.deadline` rounds after it began to wait. At the
+    A group becomes ready when it has all its rewards, or `late.deadline` rounds after it started to wait. At the
     deadline it loses the completions without rewards; a group without any rewards is removed.
 
     Args:

@@ -14,7 +14,7 @@ import sqlalchemy as sql
 from recjax.errors import UserError
 from recjax.runtime.passwords import has_password, without_password
 
-LOCKED_SECONDS = 60  # A writer waits so long for another writer.
+LOCKED_SECONDS = 60  # A writer waits for another writer for at most this time.
 _STATEMENT_SECONDS = 120  # PostgreSQL ends a statement after this time.
 MAKE = "create one with python -m recjax.generate_experience or python -m recjax.import_experience"
 RESTORE = "restore the store from a backup"
@@ -42,7 +42,7 @@ _RESTARTS = {"starting up": 20, "shutting down": 20, "recovery": 20, "closed the
 
 
 class Unavailable(UserError):
-    """The database cannot be reached, or another process holds it; the same call may succeed later."""
+    """The database cannot be reached, or another process has locked it; the same call may succeed later."""
 
 
 class _Escaped(sql.types.TypeDecorator):
@@ -102,10 +102,10 @@ def store_name(place: str | Path) -> str:
 def open_database(place: str | Path | None, create: bool, follows: bool) -> Database:
     """Opens the database of a store; `Store` describes the arguments.
 
-    A database of another program stays as it is.
+    If the database is another program's, recjax does not change it.
 
     Raises:
-        UserError: no such database, or one of another program.
+        UserError: no such database, or another program's database.
     """
     if place is None:
         return Database(_sqlite(":memory:", sql.StaticPool), "a store in memory")
@@ -182,7 +182,7 @@ def _columns_in(path: Path) -> dict[str, list[str]] | None:
     Views, virtual tables and tables with triggers, whose statements could run forever, have no columns.
     """
     columns: dict[str, list[str]] = {}
-    # Without locks, SQLite leaves no further files next to the database of another program, but does not read the log.
+    # Without locks, SQLite adds no files next to another program's database, but does not read the log.
     for mode in ("mode=ro&immutable=1", "mode=ro"):
         try:
             with contextlib.closing(sqlite3.connect(_uri(path, mode), LOCKED_SECONDS, uri=True)) as database:
@@ -299,7 +299,7 @@ def _limited(generator: Generator) -> Generator:
 
 
 def is_unavailable(error: Exception) -> bool:
-    """True if the same statement may succeed later: the server is gone or stops, or others hold its locks."""
+    """True if the same statement may succeed later: the server is gone or stops, or other processes lock its rows."""
     original = getattr(error, "orig", None)
     if isinstance(error, sql.exc.TimeoutError):
         return True  # All connections are in use.
@@ -311,7 +311,7 @@ def is_unavailable(error: Exception) -> bool:
 
 
 def explained(error: Exception, name: str) -> str:
-    """The error of a database in its own words, with the remedy."""
+    """The first line of a database's error message, with a remedy."""
     message = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
     remedies = {
         "locked": f"another process writes for more than {LOCKED_SECONDS} seconds; end it, or try again later",
@@ -335,5 +335,5 @@ def explained(error: Exception, name: str) -> str:
 
 
 def lasts_of(file: Path) -> Path:
-    """The file next to SQLite's that has the numbers of the last rows."""
+    """The file next to SQLite's files that contains the numbers of the last rows."""
     return file.with_name(f"{file.name}-last")

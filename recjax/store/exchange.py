@@ -1,4 +1,4 @@
-"""A store as a table that other programs read: Parquet or JSON Lines, with a row for each completion.
+"""Exports a store as a table that other programs read, and imports it: Parquet or JSON Lines, a row a completion.
 
 The columns are those of the store, with lists in place of bytes, and the completion's rewards. docs/store_format.md
 describes them.
@@ -62,7 +62,8 @@ def export_store(store: Store, path: Path) -> int:
     """Writes all completions of a store to a .parquet or .jsonl file; returns their number.
 
     Raises:
-        ValueError: another ending, a damaged store, or a file that cannot be written; an existing file stays.
+        ValueError: the file has another ending or cannot be written, or the store is damaged. An existing file stays
+            unchanged.
     """
     if path.suffix not in (".parquet", ".jsonl"):
         raise UserError(f"--output {str(path)!r}", "give a file that ends with .parquet or .jsonl")

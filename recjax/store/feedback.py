@@ -116,7 +116,7 @@ def known_turns(
 def whole_grade(
     reward: Any, parts: Any, accurate: Any, turn_rewards: Any, turns: int, known: Sequence[float] = ()
 ) -> Grade:
-    """Checks the values that a client gives a completion, and makes its grade from these values.
+    """Checks a client's values for a completion, and makes the completion's grade from these values.
 
     Args:
         reward: the total reward of all turns; None: the sum of the turn rewards.
@@ -125,7 +125,7 @@ def whole_grade(
         turns: number of turns.
         known: reward that each turn already has; empty if the turns have no rewards.
     Raises:
-        UserError: an invalid value, or another reward for a turn.
+        UserError: an invalid value, or a turn already has a different reward.
     """
     if turn_rewards is not None:
         turn_rewards = tuple(check_value("turn_rewards", turn_rewards, "turn_rewards"))

@@ -128,7 +128,7 @@ class Follower:
 
         Args:
             step: number of the next training step.
-            room: number of groups, at most.
+            room: largest number of groups to take.
         Raises:
             UserError: the store is damaged, it is not the store that the run has followed, or its database cannot be
                 reached for `experience.outage_seconds`.
@@ -250,7 +250,8 @@ class Follower:
             value = completion.metadata.get(group_by.removeprefix("metadata."))
             if value is not None:
                 key = f"value {json.dumps(value, sort_keys=True)}"
-        # Updates of another run cannot measure staleness; version 0 is assumed to be the initial policy of this run.
+        # Versions count a run's own updates, so only this run's versions measure staleness. Version 0 is assumed to be
+        # the initial policy of this run.
         is_known = completion.policy_version == 0 or completion.metadata.get("run") == self._run
         version = completion.policy_version if is_known else None
         return _Waiting(record, key, version)

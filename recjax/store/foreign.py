@@ -238,7 +238,7 @@ def _record(
     tokenizer: str | None,
     sampling: Sampling | None,
 ) -> Record:
-    """Makes the completion of a row; names without a column of their own come from the arguments."""
+    """Makes the completion of a row; without a column for the id or the source, they come from the arguments."""
     prompt, messages, text = _texts(row)
     template: dict[str, Any] = {}
     group_name = prompt

@@ -196,7 +196,7 @@ class Store:
     Attributes:
         name: the file or URL, for messages.
         id: identity of the store, the same for all who open it.
-        contents: the store to read completions from; another one if that is a copy with tokens.
+        contents: the store that completions are read from: this store, or a copy of it with tokens.
     """
 
     def __init__(self, place: str | Path | None, create: bool = False, follows: bool = False):
@@ -232,7 +232,7 @@ class Store:
             if not sql.inspect(self._engine).has_table(_STORE.name):
                 raise UserError(self.name, "is not an experience store", MAKE)
             with self._engine.connect() as connection:
-                # Other versions may lack the other columns.
+                # The version comes first, because other versions may have other columns.
                 self._check_version(connection.execute(sql.select(_STORE.c.version)).all())
                 if columns:
                     self._check_tables(columns)
@@ -268,7 +268,7 @@ class Store:
         self._engine.dispose()
 
     def is_replaced(self) -> bool:
-        """True if another file has taken the place of this store's, as SQLite would write to a file without a name."""
+        """True if the store's file was deleted or replaced; SQLite would continue to write to the old file."""
         if self._file is None:
             return False
         if not self._file.exists():
@@ -278,10 +278,11 @@ class Store:
     def reserve(self, server: str) -> None:
         """Reserves the name of a server, whose turns only this process may write until it closes the store.
 
-        In PostgreSQL, the writing connection holds the name: who loses the connection cannot write without the name.
+        In PostgreSQL, the writing connection holds the name. A server that loses the connection must get the name again
+        before it writes.
 
         Raises:
-            UserError: another process has the name.
+            UserError: the name belongs to a different process.
         """
         if self._engine.dialect.name == "postgresql":
             self._server = server
@@ -300,7 +301,7 @@ class Store:
         """Compares the indexes of a file with its rows, which takes about a second for each 200,000 rows.
 
         A lookup compares the rows that an index finds. Only this check notices rows that are missing in an index.
-        PostgreSQL checks its pages itself if its setting data_checksums is on; a warning says so if it is off.
+        PostgreSQL checks its pages itself if its setting data_checksums is on; if it is off, recjax warns about it.
 
         Raises:
             UserError: an index or a page is damaged.
@@ -495,7 +496,7 @@ class Store:
             count = sql.select(sql.func.count()).select_from(REWARDS)
             count = count.where(REWARDS.c.grader == grader, completion > start, completion <= end, REWARDS.c.time >= 0)
             self._check_count(began, graded, self._select(count)[0][0], "rewards")
-        if began.completion == began.completions:  # otherwise completions were deleted
+        if began.completion == began.completions:  # If the numbers differ, completions were deleted.
             self._check_count(began, seen, end - start, "completions")
 
     def groups(self, last: Last, tokenizer: str, vocabulary: int) -> tuple[np.ndarray, bool]:
@@ -531,7 +532,7 @@ class Store:
             sql.func.max(row.c.row_length),
             sql.func.count().filter(sql.not_(row.c.is_plain)),
             sql.func.count().filter(sql.not_(row.c.has_logprobs)),
-            # The next two are no columns of GROUP_COLUMNS: `_by_group` returns their sums.
+            # GROUP_COLUMNS ends here; `_by_group` returns the sums of the next two columns.
             sql.func.count().filter(sql.or_(*differs)),
             sql.func.count().filter(other_tokens | lacks_tokens),
         ]
@@ -565,7 +566,7 @@ class Store:
             sql.func.min(row.c.reward),
             sql.func.max(row.c.reward),
             sql.func.sum(sql.cast(row.c.reward * 2**20, sql.BigInteger)),  # Integers have the same sum in any order.
-            # The next one is no column of REWARD_COLUMNS: `_by_group` returns its sum.
+            # REWARD_COLUMNS ends here; `_by_group` returns the sum of the next column.
             sql.func.count(entry.c.number).filter(differs),
         ]
         joined = index.outerjoin(entry, (entry.c.completion == index.c.number) & (entry.c.grader == grader))
@@ -672,7 +673,7 @@ class Store:
         wanted = wanted.outerjoin_from(COMPLETIONS, row, row.c.number == COMPLETIONS.c.number)
         wanted = wanted.order_by(COMPLETIONS.c.number)
         for value, number, value_of_row in self._select(wanted, COMPLETIONS.c[column], values, connection):
-            # PostgreSQL takes also the first value from the row, so a wrong index gives a row that nobody asked for.
+            # PostgreSQL also takes the first value from the row, so a wrong index leads to a row with another value.
             if searched is not None and value not in searched:
                 raise self._damaged_index(f"a search for another {column} finds completion {number}")
             if value_of_row != value:
@@ -696,7 +697,7 @@ class Store:
         return rows[0].checksum.hex()
 
     def new_rewards(self, after: int, last: Last) -> dict[int, tuple[Grade, str | None]]:
-        """The given rewards after a number, each with its comment, by number of the completion.
+        """The rewards of the grader `GIVEN` after a number, each with its comment, by number of the completion.
 
         Args:
             last: a result of `last`.
@@ -705,7 +706,7 @@ class Store:
         """
         wanted = sql.select(REWARDS).where(REWARDS.c.number > after, REWARDS.c.number <= last.reward)
         rows = self._select(wanted.order_by(REWARDS.c.number))
-        if last.reward == last.rewards:  # otherwise rewards were deleted
+        if last.reward == last.rewards:  # If the numbers differ, rewards were deleted.
             self._check_count(last, len(rows), last.reward - after, "rewards")
         return {row.completion: self._grade(row) for row in rows if row.grader == GIVEN}
 
@@ -742,7 +743,7 @@ class Store:
                 yield connection
 
     def _connection_of_server(self) -> sql.Connection:
-        """The connection that holds the server's name, or a new one that has got the name if that one is lost."""
+        """The connection that holds the server's name; if it is lost, a new connection that has got the name."""
         dialect = self._engine.dialect
         connection = self._connection
         if connection is not None:

@@ -36,7 +36,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     With `experience.regrade`, loads all groups, with reward 0 for every completion until `with_rewards` sets rewards.
 
     Raises:
-        UserError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
+        UserError: no such store, rows that this policy or algorithm cannot be trained on, or too few complete groups.
     """
     experience = config.experience
     assert experience is not None
@@ -50,8 +50,8 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     assert store is not None
 
     def with_own_versions(group: Group, _: np.ndarray) -> Group:
-        # Staleness counts this run's updates. Versions other than 0 count those of another run; and rows of a mix have
-        # an age of their own, which must not make the rows stale that the run samples for the same groups.
+        # Staleness counts this run's updates, and versions other than 0 count another run's updates. Rows of a mix get
+        # no version at all, so that old rows do not make the run's own rows in the same groups stale.
         completions = []
         for completion in group.completions:
             is_initial = mix is None and completion.policy_version == 0
@@ -64,25 +64,25 @@ def load_stored(config: Config, policy: Policy) -> Stored:
             everything = everything.graded(None)
         pending = everything.sizes - everything.rewarded
         waiting = everything.chosen(pending > 0)
-        whole = everything.chosen(pending == 0)
-        if not len(whole):
+        complete = everything.chosen(pending == 0)
+        if not len(complete):
             raise UserError(
                 problem=f"all {len(everything)} groups wait for rewards",
                 remedy="add rewards with python -m recjax.feedback",
             )
-        if len(whole) < config.stored_groups:
+        if len(complete) < config.stored_groups:
             raise UserError(
                 problem=(
-                    f"{len(whole)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
+                    f"{len(complete)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
                     f" {config.stored_groups} that each batch takes from the store"
                 ),
                 remedy=f"add groups, or lower rollout.prompts_per_step = {rollout.prompts_per_step}",
             )
-        whole = whole.changed(with_own_versions)
-        columns = whole.table[whole.places]
+        complete = complete.changed(with_own_versions)
+        columns = complete.table[complete.places]
         longest_prompt = int(columns["prompt_length"].max())
         longest_completion = int(columns["completion_length"].max())
-        shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), longest_prompt, longest_completion)
+        shape = Shape(rollout.prompts_per_step, int(complete.sizes.max()), longest_prompt, longest_completion)
         if columns["trajectories"].any():
             # A row may be nearly all prompt or nearly all completion.
             longest = int(columns["row_length"].max()) - 1
@@ -94,10 +94,11 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     except UserError as error:
         raise UserError(key, str(error), value=store) from error
     algorithm = config.algorithm.build()
-    check_logprobs(whole, algorithm, rollout.sampling(), experience.missing_logprobs)
+    check_logprobs(complete, algorithm, rollout.sampling(), experience.missing_logprobs)
     if algorithm.score_centering and not mix:
-        check_top_tokens(whole)
-    logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
+        check_top_tokens(complete)
+    sizes = complete.sizes
+    logger.info("%s: %d groups of %d to %d rows to train on", store, len(complete), sizes.min(), sizes.max())
     pending_rows = int(pending.sum())
     skipped = {
         "pending_groups": len(waiting),
@@ -105,10 +106,10 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         "rows_beside_pending": int(waiting.sizes.sum()) - pending_rows,
     }
     if not experience.regrade:
-        _warn_of_little_to_compare(store, whole, config)
+        _warn_of_little_to_compare(store, complete, config)
         lacking = 0
         if algorithm.reads("reward_parts"):
-            lacking = whole.store.rewards_without_parts()
+            lacking = complete.store.rewards_without_parts()
         if lacking:
             raise UserError(
                 key,
@@ -120,7 +121,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     if any(skipped.values()):
         counts = ", ".join(f"{count} {name}" for name, count in skipped.items())
         logger.warning("%s: skipped, because their groups wait for rewards: %s", store, counts)
-    return Stored(whole, shape, skipped, _digest(whole))
+    return Stored(complete, shape, skipped, _digest(complete))
 
 
 def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:

@@ -41,7 +41,7 @@ Change = Callable[[Group, np.ndarray], Group]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredGroups(Sequence[Group]):
-    """A sequence of some or all groups of a store; holds a few numbers of each group, and reads groups on demand.
+    """A sequence of some or all groups of a store. It has a few numbers of each group, and reads groups on demand.
 
     Attributes:
         store: the store.
@@ -138,7 +138,7 @@ class StoredGroups(Sequence[Group]):
         return self.table[column][self.places]
 
     def _read(self, places: np.ndarray) -> list[tuple[Group, np.ndarray]]:
-        """Groups by their places in the table, each with the numbers of its completions."""
+        """Reads groups by their places in the table; returns each with the numbers of its completions."""
         groups = []
         firsts = self.table["first"][places]
         grader = None if self.rewards is None else self.grader
