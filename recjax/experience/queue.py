@@ -285,8 +285,7 @@ def _waits(entry: Waiting, now: int, settings: Settings) -> bool:
         return True
     # Batches are sampled `offset` rounds ahead; their deadline must not count these rounds.
     waited = now - entry.round - settings.offset
-    is_over = waited >= settings.late.deadline
-    return not is_over
+    return waited < settings.late.deadline
 
 
 def _split(entry: Waiting) -> tuple[Group, Waiting]:

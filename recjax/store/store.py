@@ -663,20 +663,22 @@ class Store:
         Raises:
             UserError: an index is damaged.
         """
+        searched = None
         if values is None:
             self.check_indexes()
-        searched = None if values is None else {*values}
+        else:
+            searched = set(values)
         row = COMPLETIONS.alias()
         numbers = {}
         # The index answers for the first two columns, and the row itself for the third.
         wanted = sql.select(COMPLETIONS.c[column], COMPLETIONS.c.number, row.c[column])
         wanted = wanted.outerjoin_from(COMPLETIONS, row, row.c.number == COMPLETIONS.c.number)
         wanted = wanted.order_by(COMPLETIONS.c.number)
-        for value, number, value_of_row in self._select(wanted, COMPLETIONS.c[column], values, connection):
+        for value, number, row_value in self._select(wanted, COMPLETIONS.c[column], values, connection):
             # PostgreSQL also takes the first value from the row, so a wrong index leads to a row with another value.
             if searched is not None and value not in searched:
                 raise self._damaged_index(f"a search for another {column} finds completion {number}")
-            if value_of_row != value:
+            if row_value != value:
                 raise self._damaged_index(f"completion {number} does not have the {column} {value!r:.60}")
             numbers.setdefault(value, []).append(number)
         return numbers

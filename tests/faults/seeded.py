@@ -229,8 +229,8 @@ FAULTS = {
     "queue-deadline-off-by-one": Fault(
         "a group waits one round longer than its deadline",
         "recjax/experience/queue.py",
-        "waited >= settings.late.deadline",
-        "waited > settings.late.deadline",
+        "waited < settings.late.deadline",
+        "waited <= settings.late.deadline",
         (_QUEUE,),
     ),
     "queue-reward-to-wrong-completion": Fault(
