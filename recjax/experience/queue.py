@@ -354,7 +354,8 @@ def _rewarded(entry: Waiting, now: int, counts: Counter[str]) -> Waiting:
 def _with_ready(queue: Queue, kept: Sequence[Entry], before: Sequence[Entry], reason: str) -> Queue:
     """Makes `kept` the ready entries, and counts the entries that were only in `before` under `reason`."""
     gone = Counter({reason: len(before) - len(kept)})
-    if reason == "stale" and len(kept) < len(before):  # otherwise no tokens need to be counted
+    if reason == "stale" and len(kept) < len(before):
+        # To count tokens takes time, so only removed entries cause it.
         gone["stale_tokens"] = _tokens(before) - _tokens(kept)
     return queue._replace(ready=tuple(kept), counts=queue.counts + gone)
 

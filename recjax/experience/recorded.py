@@ -86,14 +86,14 @@ def sets_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[int]] | None:
     return lists
 
 
-def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, np.ndarray]:
+def sets_from_lists(lists: Any, tokens: Sequence[int], limit: int) -> dict[str, np.ndarray]:
     """Converts the sets of a server's reply to recorded arrays; empty if a set lacks its token, or none has ids.
 
     Args:
         lists: decoded JSON of any form; a token with an empty list has no set.
-        most: size of the largest set to keep; a token with a larger set has none.
+        limit: size of the largest set to keep; a token with a larger set has none.
     """
-    if not most or not isinstance(lists, list) or len(lists) != len(tokens):
+    if not limit or not isinstance(lists, list) or len(lists) != len(tokens):
         return {}
     for token, ids in zip(tokens, lists, strict=True):
         if not isinstance(ids, list):
@@ -105,7 +105,7 @@ def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, n
             return {}
     if not any(lists):
         return {}
-    small = [ids if len(ids) <= most else [] for ids in lists]
+    small = [ids if len(ids) <= limit else [] for ids in lists]
     kept_ids = np.full((len(small), max(map(len, small))), -1, np.int32)
     for row, ids in zip(kept_ids, small, strict=True):
         row[: len(ids)] = ids
@@ -126,22 +126,22 @@ def top_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[tuple[int, flo
     return lists
 
 
-def top_from_lists(lists: Any, count: int, most: int) -> dict[str, np.ndarray]:
+def top_from_lists(lists: Any, count: int, limit: int) -> dict[str, np.ndarray]:
     """Converts the most likely tokens of a server's reply to recorded arrays; empty unless each token has some.
 
     Args:
         lists: pairs of id and log-prob of each token, in any order; decoded JSON of any form.
         count: number of tokens.
-        most: number of pairs to keep for each token, the most likely ones.
+        limit: number of pairs to keep for each token, the most likely ones.
     """
-    if not most or not isinstance(lists, list) or len(lists) != count:
+    if not limit or not isinstance(lists, list) or len(lists) != count:
         return {}
-    ids = np.full((count, most), -1, np.int32)
-    logprobs = np.full((count, most), np.nan, np.float32)
+    ids = np.full((count, limit), -1, np.int32)
+    logprobs = np.full((count, limit), np.nan, np.float32)
     for row, pairs in enumerate(lists):
         try:
             known = {token: min(float(logprob), 0.0) for token, logprob in pairs if logprob > LOWEST_LOGPROB}
-            ordered = sorted(known.items(), key=lambda pair: -pair[1])[:most]
+            ordered = sorted(known.items(), key=lambda pair: -pair[1])[:limit]
             ids[row, : len(ordered)] = [token for token, _ in ordered]
             logprobs[row, : len(ordered)] = [logprob for _, logprob in ordered]
         except (TypeError, ValueError, OverflowError):

@@ -291,7 +291,7 @@ def _check_forms(check: Check, rows: Sequence[dict[str, Any]]) -> None:
         pairs = row["reward_parts"]
         # The column's own check refuses all other lists.
         if isinstance(pairs, list) and all(isinstance(pair, dict) and pair.keys() == _PART_KEYS for pair in pairs):
-            with contextlib.suppress(TypeError):  # a name that is no text
+            with contextlib.suppress(TypeError):  # A name may be a list or an object.
                 row["reward_parts"] = {pair["name"]: pair["value"] for pair in pairs} or None
         if row["prompt"] is not None and row["messages"] is not None:
             check.refuse(index, "prompt", row["prompt"], "stands next to messages", COLUMNS["prompt"].remedy)
@@ -320,7 +320,8 @@ def _record(place: str, row: Mapping[str, Any]) -> Record:
         grade = Grade(row["reward"], row["reward_parts"], row["accurate"], turns=tuple(row["turn_rewards"] or ()))
     try:
         record = record_of(stored, grade)
-    except ValueError as error:  # lengths that contradict each other, or damaged arrays
+    except ValueError as error:
+        # Lengths contradict each other, or recorded arrays are damaged.
         raise UserError(place, str(error)) from error
     others = {}
     for grader, (*values, comment) in from_json(row["other_rewards"], {}).items():

@@ -387,9 +387,9 @@ class Store:
     def delete(self, numbers: Sequence[int]) -> None:
         """Deletes completions and their rewards."""
         with self._transaction() as (connection, last):
-            for some in _parts(numbers):
-                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(some))).rowcount
-                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(some))).rowcount
+            for batch in _parts(numbers):
+                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(batch))).rowcount
+                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(batch))).rowcount
                 last = last._replace(completions=last.completions - rows, rewards=last.rewards - rewards)
             self._save(connection, last)
 
@@ -578,8 +578,8 @@ class Store:
         is_in = (REWARDS.c.completion + 0 <= last.completion) | (REWARDS.c.number <= last.reward)
         has_grader = (REWARDS.c.grader == grader) & is_in
         counts = sql.select(sql.func.count(), sql.func.count().filter(has_grader)).where(REWARDS.c.time >= 0)
-        ((rewards_of_all, graded),) = self._select(counts)
-        self._check_count(began, rewards_of_all, began.rewards, "rewards")
+        ((all_rewards, graded),) = self._select(counts)
+        self._check_count(began, all_rewards, began.rewards, "rewards")
         self._check_count(began, int(rewards["graded"].sum()), graded, f"rewards of {grader!r}")
         unrewarded = sql.select(REWARDS).where(REWARDS.c.grader == grader, REWARDS.c.reward.is_(None))
         for row in self._select(unrewarded):
@@ -600,7 +600,8 @@ class Store:
                 size = len(columns.names or ())
                 try:
                     groups.append(np.array([tuple(row[:size]) for row in page], columns))
-                except (ValueError, OverflowError) as error:  # a text that should be a number
+                except (ValueError, OverflowError) as error:
+                    # A column of numbers has a text.
                     raise UserError(self.name, f"is damaged: {error}", RESTORE) from error
                 sums = sums + np.array([row[size:] for row in page]).sum(axis=0)
         table = np.concatenate(groups)
@@ -648,8 +649,8 @@ class Store:
         """
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
         numbers = [number for (number,) in self._select(wanted)]
-        for some in _parts(numbers):
-            self.read(some, None)
+        for batch in _parts(numbers):
+            self.read(batch, None)
         return numbers
 
     def numbers(
@@ -873,8 +874,8 @@ class Store:
                 return list(connection.execute(wanted).all())
             assert column is not None
             rows = []
-            for some in _parts(values):
-                rows += connection.execute(wanted.where(column.in_(some))).all()
+            for batch in _parts(values):
+                rows += connection.execute(wanted.where(column.in_(batch))).all()
             return rows
 
     # --- From rows to records.

@@ -59,15 +59,15 @@ def load_stored(config: Config, policy: Policy) -> Stored:
         return group._replace(completions=tuple(completions))
 
     try:
-        everything = load_groups(store, policy)
+        all_groups = load_groups(store, policy)
         if experience.regrade:
-            everything = everything.graded(None)
-        pending = everything.sizes - everything.rewarded
-        waiting = everything.chosen(pending > 0)
-        complete = everything.chosen(pending == 0)
+            all_groups = all_groups.graded(None)
+        pending = all_groups.sizes - all_groups.rewarded
+        waiting = all_groups.chosen(pending > 0)
+        complete = all_groups.chosen(pending == 0)
         if not len(complete):
             raise UserError(
-                problem=f"all {len(everything)} groups wait for rewards",
+                problem=f"all {len(all_groups)} groups wait for rewards",
                 remedy="add rewards with python -m recjax.feedback",
             )
         if len(complete) < config.stored_groups:

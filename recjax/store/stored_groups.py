@@ -234,7 +234,7 @@ def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
     groups = StoredGroups(store, last, table, None, np.arange(len(table), dtype=np.int32))
     groups = dataclasses.replace(groups, rewards=groups.rewards_of(GIVEN))
     for _ in groups.chosen(table["prompt"] != table["other_prompt"]):
-        pass  # reading a group with two prompts raises an error that names its completions
+        pass  # To read a group with two prompts raises an error that names its completions.
     return groups
 
 
