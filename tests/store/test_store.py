@@ -115,8 +115,8 @@ def test_rewards_of_several_graders_stand_side_by_side(place):
         given = store.read([1, 3])
         assert given[0].completion.grade == ROWS[0].completion.grade
         assert given[1].completion.grade == Grade(5.0) and given[1].completion.metadata == {"comment": "late"}
-        (of_run,) = store.group_rewards(store.last(), "run")
-        assert of_run.tolist()[:-1] == (1, 2, 1, 0.25, 0.25)
+        (run_rewards,) = store.group_rewards(store.last(), "run")
+        assert run_rewards.tolist()[:-1] == (1, 2, 1, 0.25, 0.25)
         (given,) = store.group_rewards(store.last())
         assert given.tolist()[:3] == (1, 3, 3) and given["highest"] == 5
         for number, grader in ((1, "run"), (3, "given")):
@@ -351,8 +351,8 @@ def unchecked(change, row=None):
     grade = one.grade._asdict()
     grade |= {key: change[key] for key in ("reward", "reward_parts", "accurate") if key in change}
     grade |= {"turns": change["turn_rewards"]} if "turn_rewards" in change else {}
-    of_sampling = {key: change[key] for key in one.sampling._fields if key in change}
-    sampling = made(type(one.sampling), one.sampling._asdict() | of_sampling) if of_sampling else one.sampling
+    new_sampling = {key: change[key] for key in one.sampling._fields if key in change}
+    sampling = made(type(one.sampling), one.sampling._asdict() | new_sampling) if new_sampling else one.sampling
     own = {"completion": "text"} | {key: key for key in ("id", "source", "policy_version", "metadata", "truncated")}
     ours = {own[key]: value for key, value in change.items() if key in own}
     one = one._replace(rows=(made(Row, values),), grade=made(Grade, grade), sampling=sampling, **ours)

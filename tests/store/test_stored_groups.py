@@ -155,14 +155,14 @@ def without_some(record):
     return record._replace(group=record.group._replace(completions=(one._replace(rows=tuple(rows)),)))
 
 
-@pytest.mark.parametrize("of_agents", [False, True])
+@pytest.mark.parametrize("has_agents", [False, True])
 @pytest.mark.slow
-def test_initial_log_probs_are_stored_exactly(place, tmp_path, monkeypatch, of_agents):
+def test_initial_log_probs_are_stored_exactly(place, tmp_path, monkeypatch, has_agents):
     if place == "file":
         monkeypatch.setattr(missing_logprobs, "_SMALL", 1)
-    in_parts(tmp_path / "store", [without_some(record) for record in scattered_rows(2, agents=of_agents)])
+    in_parts(tmp_path / "store", [without_some(record) for record in scattered_rows(2, agents=has_agents)])
     groups, expected = load_groups(tmp_path / "store", POLICY), reference(tmp_path / "store")
-    shape = Shape(2, None, 40, 40) if of_agents else shape_of(expected, 2)
+    shape = Shape(2, None, 40, 40) if has_agents else shape_of(expected, 2)
     filled = with_initial_logprobs(groups, shape, POLICY, initial(), SAMPLING, 16)
     listed = with_logprobs(expected, shape, POLICY, initial(), SAMPLING, 16)
     assert equal(list(filled), listed) and equal([filled[5]], [listed[5]]) and not equal(list(filled), expected)
@@ -172,8 +172,8 @@ def test_initial_log_probs_are_stored_exactly(place, tmp_path, monkeypatch, of_a
     found = score(POLICY.decoder, initial(), batch, SAMPLING, 16)
     were_there = [row.behavior_logprobs for group in expected for one in group.completions for row in one.rows]
     lacking = [place for place, known in enumerate(were_there) if known is None]
-    assert not of_agents or any(not rows[place].mask.all() for place in lacking)
-    assert len(lacking) > 9 and (not of_agents or len(rows) > len(numbers))
+    assert not has_agents or any(not rows[place].mask.all() for place in lacking)
+    assert len(lacking) > 9 and (not has_agents or len(rows) > len(numbers))
     for place in lacking:
         row, now = rows[place], np.minimum(found[place], 0)[: len(rows[place].tokens)]
         assert_same_logprobs(row.behavior_logprobs, np.where(row.mask, now, 0))
