@@ -75,8 +75,8 @@ class TeacherPrompts:
         for group in groups:
             lessons += self._lessons(group)
         # Completions of a group often have the same lesson, so each text is encoded once.
-        texts = []
-        distinct = {}
+        texts: list[str | None] = []
+        distinct: dict[str | None, Problem] = {}
         for lesson in lessons:
             text = None
             if lesson is not None:
