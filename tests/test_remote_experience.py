@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recjax.config import load_config
-from recjax.experience.group import sets_to_lists
+from recjax.experience.recorded import sets_to_lists
 from recjax.generate_experience import generate_remotely
 from recjax.hub.policy import policy_alone
 from recjax.remote import client as remote

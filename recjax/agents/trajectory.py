@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from recjax.experience.group import Completion, Row, join_recorded, runs_of
+from recjax.experience.group import Completion, Row, runs_of
+from recjax.experience.recorded import join_recorded
 from recjax.grading.thinking import opening_tag, unclosed_tag
 from recjax.hub.tokenizers import decode_after, encode_after, encode_prompts
 from recjax.rollout.requests import Sampled

@@ -16,10 +16,9 @@ from recjax.experience.group import (
     Group,
     Row,
     completion_turns,
-    join_recorded,
-    missing_value,
     turn_rewards,
 )
+from recjax.experience.recorded import join_recorded, missing_value
 from recjax.models.sampling import TOP_IDS, TOP_LOGPROBS
 
 FOREIGN = -1  # policy version of rows that another model sampled

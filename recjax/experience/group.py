@@ -1,20 +1,14 @@
 """Groups: one prompt and its completions, the record that passes from the sampler to the update."""
 
-import io
 import itertools
-import zipfile
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from recjax.errors import UserError
-from recjax.models.sampling import KEPT, TOP_IDS, TOP_LOGPROBS, Sampling
-
-LOWEST_LOGPROB = -9000.0  # in nats; servers write -9999 for a log-prob of minus infinity
-RECORDED_BYTES = 2**17  # of a token, at most: a bit for each token of a vocabulary of a million, or 32,768 numbers
+from recjax.models.sampling import Sampling
 
 
 class Grade(NamedTuple):
@@ -37,9 +31,9 @@ class Grade(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence) -> "Grade":
-        """The grade whose fields are the values of a JSON list."""
-        *values, turns = values
-        return cls(*values, turns=tuple(turns))
+        """Makes a grade from a JSON list with the values of its fields."""
+        reward, reward_parts, accurate, failure, turns = values
+        return cls(reward, reward_parts, accurate, failure, tuple(turns))
 
 
 class Row(NamedTuple):
@@ -49,8 +43,8 @@ class Row(NamedTuple):
     tokens: all later tokens: the turns, each with its end-of-sequence token, and the text between them.
     mask: True at tokens that the behavior policy chose.
     behavior_logprobs: log-probs under the distribution that sampled the tokens, 0 where mask is False; None: not known.
-    recorded: other arrays that the sampler recorded for each token, by name, [time, …]; `missing_value` where it
-        recorded nothing.
+    recorded: other arrays that the sampler recorded for each token, by name, [time, …]; `recorded.missing_value`
+        where it recorded nothing.
     """
 
     prompt_tokens: Int[np.ndarray, " prompt_time"]
@@ -75,7 +69,7 @@ class Completion(NamedTuple):
     """One answer to a group's prompt, from any source, with one or many turns; host arrays of any length.
 
     A single turn has one row, and its prompt is the group's. An agent's trajectory is one completion too, with one
-    grade, one advantage and usually one row. A turn starts another row if it does not extend the tokens before it,
+    grade, one advantage and usually one row. A turn starts a new row if it does not extend the tokens before it,
     because the template dropped text or the context was cut.
 
     id: unique in a run and in a store.
@@ -134,18 +128,22 @@ class Group(NamedTuple):
     @property
     def seat(self) -> str | None:
         """The seat of an agent that sampled the completions; None without seats."""
-        # A seat's completions have a group of their own, so that the first one speaks for all.
-        return next((completion.metadata.get("seat") for completion in self.completions), None)
+        if not self.completions:
+            return None
+        # A group has completions of one seat only.
+        return self.completions[0].metadata.get("seat")
 
 
 def completion_turns(completion: Completion) -> tuple[Turn, ...]:
-    """The turns; a completion with one row and no recorded turns is a single turn.
+    """The turns of a completion; one row without recorded turns is a single turn.
 
     Raises:
         UserError: several rows without turns.
     """
-    if completion.turns or len(completion.rows) == 1:
-        return completion.turns or (Turn(0, len(completion.rows[0].tokens)),)
+    if completion.turns:
+        return completion.turns
+    if len(completion.rows) == 1:
+        return (Turn(row=0, end=len(completion.rows[0].tokens)),)
     raise UserError(
         f"row {completion.id!r}",
         f"has {len(completion.rows)} token sequences without turns",
@@ -157,7 +155,10 @@ def turn_rewards(completion: Completion) -> Float[np.ndarray, " turns"]:
     """The reward of each turn; the last turn also gets the part of the completion's reward that no turn got."""
     grade = completion.known_grade
     assert grade.reward is not None
-    rewards = np.array(grade.turns or [0.0] * len(completion_turns(completion)))
+    if grade.turns:
+        rewards = np.array(grade.turns)
+    else:
+        rewards = np.zeros(len(completion_turns(completion)))
     rewards[-1] += grade.reward - rewards.sum()
     return rewards.astype(np.float32)
 
@@ -168,16 +169,21 @@ def is_whole(group: Group) -> bool:
 
 
 def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]:
-    """The groups with a grade for each completion that has none, in order."""
+    """Gives a grade to each completion that has none, in order."""
     # Completions that arrive with a grade, such as stored ones, keep it.
-    lacking = [completion for group in groups for completion in group.completions if completion.grade is None]
+    lacking = []
+    for group in groups:
+        lacking += [completion for completion in group.completions if completion.grade is None]
     graded = iter([completion._replace(grade=grade) for completion, grade in zip(lacking, grades, strict=True)])
-    return [
-        group._replace(
-            completions=tuple(completion if completion.grade else next(graded) for completion in group.completions)
-        )
-        for group in groups
-    ]
+    graded_groups = []
+    for group in groups:
+        completions = []
+        for completion in group.completions:
+            if completion.grade is None:
+                completion = next(graded)
+            completions.append(completion)
+        graded_groups.append(group._replace(completions=tuple(completions)))
+    return graded_groups
 
 
 def rewards(group: Group) -> np.ndarray:
@@ -187,7 +193,10 @@ def rewards(group: Group) -> np.ndarray:
 
 def reward_spread(group: Group) -> float:
     """The highest minus the lowest reward; at 0, a group-relative algorithm learns nothing from the group."""
-    return float(np.ptp(rewards(group))) if len(rewards(group)) else 0.0
+    values = rewards(group)
+    if not len(values):
+        return 0.0
+    return float(np.ptp(values))
 
 
 def oldest_version(group: Group) -> int | None:
@@ -198,7 +207,7 @@ def oldest_version(group: Group) -> int | None:
 
 def runs_of(versions: Int[np.ndarray, " tokens"]) -> tuple[tuple[int, int], ...]:
     """Converts a policy version per token to the format of `Completion.version_runs`."""
-    # Most completions have one version, which `Completion.policy_version` says already.
+    # `Completion.policy_version` is enough for a completion with one version, as most have.
     if (versions[1:] == versions[:-1]).all():
         return ()
     return tuple((version, len(list(same))) for version, same in itertools.groupby(versions.tolist()))
@@ -210,19 +219,20 @@ def token_staleness(groups: Sequence[Group], step: int) -> float | None:
     Args:
         step: number of the step that trains on the groups, from 1.
     """
-    known = [
-        completion for group in groups for completion in group.completions if completion.policy_version is not None
-    ]
-    runs = [
-        run
-        for completion in known
-        for run in completion.version_runs or ((completion.policy_version, completion.sampled_tokens),)
-    ]
-    tokens = sum(count for _, count in runs)
-    # Step 1 trains on samples of version 0, which are not stale.
-    return (
-        sum((step - 1 - version) * count for version, count in runs if version is not None) / tokens if tokens else None
-    )
+    tokens = 0
+    total_staleness = 0
+    for group in groups:
+        for completion in group.completions:
+            if completion.policy_version is None:
+                continue
+            runs = completion.version_runs or ((completion.policy_version, completion.sampled_tokens),)
+            for version, count in runs:
+                tokens += count
+                # Step 1 trains on samples of version 0, which are not stale.
+                total_staleness += (step - 1 - version) * count
+    if not tokens:
+        return None
+    return total_staleness / tokens
 
 
 def group_staleness(group: Group, step: int) -> int:
@@ -230,169 +240,8 @@ def group_staleness(group: Group, step: int) -> int:
 
     Ignores completions of other models; 0 for a group that consists only of such completions.
     """
-    # A group is trained on as a whole, so its oldest completion decides.
+    # A step trains on all completions of a group together, so the oldest one decides.
     version = oldest_version(group)
-    return 0 if version is None else step - 1 - version
-
-
-# --- Arrays that a sampler recorded for each token.
-
-
-def missing_value(dtype: np.dtype) -> float:
-    """The value of recorded arrays at tokens without a record: -1, or NaN for floats; 0 for unsigned integers."""
-    return {"f": np.nan, "i": -1}.get(np.dtype(dtype).kind, 0)
-
-
-def join_recorded(parts: Iterable[tuple[Mapping[str, np.ndarray], int]]) -> dict[str, np.ndarray]:
-    """Joins the recorded arrays of token sequences end to end, padded to the largest shape of a token.
-
-    Args:
-        parts: recorded arrays and number of tokens of each sequence.
-    """
-    parts = list(parts)
-    tokens = sum(count for _, count in parts)
-    joined = {}
-    for name in dict.fromkeys(name for recorded, _ in parts for name in recorded):
-        known = [recorded[name] for recorded, _ in parts if name in recorded]
-        # Turns may have recorded sets of different sizes, and text between turns has no record.
-        of_token = np.max([values.shape[1:] for values in known], axis=0).astype(int)
-        joined[name] = np.full((tokens, *of_token), missing_value(known[0].dtype), known[0].dtype)
-        start = 0
-        for recorded, count in parts:
-            if name in recorded:
-                inside = map(slice, recorded[name].shape[1:])
-                joined[name][(slice(start, start + count), *inside)] = recorded[name]
-            start += count
-    return joined
-
-
-def has_sets(
-    recorded: Mapping[str, np.ndarray], mask: Bool[np.ndarray, "*rows time"]
-) -> Bool[np.ndarray, "*rows time"]:
-    """True for the tokens in `mask` with a recorded set, see `recjax.models.logprobs.kept_tokens`."""
-    # A set has at least the token itself, so a token without any entry has no set.
-    known = [(values > missing_value(values.dtype)).any(-1) for name, values in recorded.items() if name in KEPT]
-    return mask & np.any([np.zeros_like(mask), *known], axis=0)
-
-
-def sets_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[int]] | None:
-    """The recorded set of each token as ids in order, empty for a token without a set; None without recorded sets."""
-    lists = None
-    if "kept_ids" in recorded:
-        lists = [sorted(ids[ids >= 0].tolist()) for ids in recorded["kept_ids"]]
-    if "kept_bits" in recorded:
-        of_bits = [np.flatnonzero(bits).tolist() for bits in np.unpackbits(recorded["kept_bits"], axis=-1)]
-        lists = of_bits if lists is None else [ids or more for ids, more in zip(lists, of_bits, strict=True)]
-    return lists
-
-
-def sets_from_lists(lists: Any, tokens: Sequence[int], most: int) -> dict[str, np.ndarray]:
-    """The sets of a server's reply as recorded arrays; empty unless each list of ids has its token or is empty.
-
-    Args:
-        lists: decoded JSON of any form; a token with an empty list has no set.
-        most: largest set to keep; a token with a larger set has none.
-    """
-    # A server's reply may hold anything: lists that do not fit the tokens are no sets.
-    are_lists = isinstance(lists, list) and len(lists) == len(tokens) and all(isinstance(ids, list) for ids in lists)
-    if not most or not are_lists or not any(lists):
-        return {}
-    if not all(not ids or token in ids for token, ids in zip(tokens, lists, strict=True)):
-        return {}
-    # `type` and not isinstance, as JSON's true would pass for 1; ids must fit int32.
-    if not all(type(token) is int and 0 <= token < 2**31 for ids in lists for token in ids):
-        return {}
-    lists = [ids if len(ids) <= most else [] for ids in lists]
-    kept = np.full((len(lists), max(map(len, lists))), -1, np.int32)
-    for row, ids in zip(kept, lists, strict=True):
-        row[: len(ids)] = ids
-    return {"kept_ids": kept}
-
-
-def top_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[tuple[int, float]]] | None:
-    """The recorded most likely tokens of each token as pairs of id and log-prob; None without a record."""
-    if TOP_IDS not in recorded:
-        return None
-    pairs = zip(recorded[TOP_IDS].tolist(), recorded[TOP_LOGPROBS].tolist(), strict=True)
-    return [
-        [(token, logprob) for token, logprob in zip(ids, logprobs, strict=True) if token >= 0]
-        for ids, logprobs in pairs
-    ]
-
-
-def top_from_lists(lists: Any, count: int, most: int) -> dict[str, np.ndarray]:
-    """The most likely tokens of a server's reply as recorded arrays; empty unless each token has some.
-
-    Args:
-        lists: pairs of id and log-prob of each token, in any order; decoded JSON of any form.
-        count: number of tokens.
-        most: largest number of pairs to keep for each token, which are the most likely.
-    """
-    if not most or not isinstance(lists, list) or len(lists) != count:
-        return {}
-    ids = np.full((count, most), -1, np.int32)
-    logprobs = np.full((count, most), np.nan, np.float32)
-    for row, pairs in enumerate(lists):
-        try:
-            known = {token: min(float(logprob), 0.0) for token, logprob in pairs if logprob > LOWEST_LOGPROB}
-            ordered = sorted(known.items(), key=lambda pair: -pair[1])[:most]
-            ids[row, : len(ordered)] = [token for token, _ in ordered]
-            logprobs[row, : len(ordered)] = [logprob for _, logprob in ordered]
-        except (TypeError, ValueError, OverflowError):
-            return {}
-        if not ordered or ids[row, : len(ordered)].min() < 0:
-            return {}
-    return {TOP_IDS: ids, TOP_LOGPROBS: logprobs}
-
-
-def recorded_to_bytes(rows: Sequence[Row]) -> bytes | None:
-    """Converts the recorded arrays of rows to bytes, None without any; `recorded_from_bytes` is the inverse."""
-    arrays: dict[str, Any] = {
-        f"{number}/{name}": values for number, row in enumerate(rows) for name, values in row.recorded.items()
-    }
-    if not arrays:
-        return None
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return zlib.compress(file.getvalue(), 1)
-
-
-def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
-    """Converts the bytes of `recorded_to_bytes` back to the recorded arrays of each row.
-
-    Args:
-        lengths: number of tokens in each row.
-    Raises:
-        UserError: the bytes have another format, or unpack to more than `RECORDED_BYTES` for each token.
-    """
-    recorded: list[dict[str, np.ndarray]] = [{} for _ in lengths]
-    if not content:
-        return recorded
-    limit = RECORDED_BYTES * (1 + sum(lengths))
-    try:
-        # A file of a few bytes could fill the memory: packed, packed once more, or by a size that it only claims.
-        unpacker = zlib.decompressobj()
-        file = io.BytesIO(unpacker.decompress(content, limit))
-        size = limit + 1
-        if unpacker.eof:
-            with zipfile.ZipFile(file) as members:
-                size = sum(member.file_size for member in members.infolist())
-        if size > limit:
-            raise UserError(problem=f"they have more than {limit} bytes, {RECORDED_BYTES} for each token")
-        for key, values in np.load(file).items():
-            number, _, name = key.partition("/")
-            recorded[int(number)][name] = values
-    except (
-        zlib.error,
-        zipfile.BadZipFile,
-        TypeError,
-        AttributeError,
-        EOFError,
-        IndexError,
-        ValueError,
-        MemoryError,
-    ) as error:
-        raise UserError(
-            problem=f"recorded arrays cannot be read ({error})", remedy="restore the file from a backup"
-        ) from error
-    return recorded
+    if version is None:
+        return 0
+    return step - 1 - version

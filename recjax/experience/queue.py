@@ -24,7 +24,8 @@ from recjax.tasks.problems import problem_key
 # Without replay, every group is trained on once, in order of arrival, even if its rewards are all equal.
 ONCE = ReplayConfig(capacity=sys.maxsize, max_reuse=1, keep_no_signal=True)
 
-IDLE_ROUNDS = 100  # limit of batches for one step, in addition to those due to the config's delays
+# Limit of batches for one step, in addition to the batches of the config's delays.
+IDLE_ROUNDS = 100
 
 # Reasons for removing completions and groups before their first or last use.
 LOST = ("rows_without_reward", "groups_without_reward", "rewards_too_late")
@@ -64,7 +65,7 @@ def settings_of(config: Config) -> Settings:
     regime = config.regime
     late = experience.late or LateConfig()
     interval = experience.replay.draw_every if experience.replay else 1
-    most = experience.refill.batches if experience.refill else IDLE_ROUNDS
+    idle_batches = experience.refill.batches if experience.refill else IDLE_ROUNDS
     # With `refill`, further batches take the place of groups without a signal, so these leave the queue.
     once = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
     limits = experience.replay or once
@@ -72,6 +73,9 @@ def settings_of(config: Config) -> Settings:
     if bounds:
         # A batch is taken at its first update, and its last one must be within the limit.
         limits = limits.model_copy(update={"max_staleness": min(bounds) - (config.training.updates - 1)})
+    idle_rounds = regime.sync_offset + late.longest + interval * idle_batches
+    if experience.refill is None:
+        idle_rounds += 1
     return Settings(
         offset=regime.sync_offset,
         sampling_interval=interval,
@@ -80,7 +84,7 @@ def settings_of(config: Config) -> Settings:
         oldest_first=regime.mode == "async" or experience.follow,
         limits=limits,
         newest=None if config.task.curriculum is None else config.task.curriculum.newest,
-        idle_rounds=regime.sync_offset + late.longest + interval * most + (experience.refill is None),
+        idle_rounds=idle_rounds,
         replaces=experience.replay is not None and experience.refill is not None,
     )
 
@@ -98,7 +102,7 @@ class Arrival(NamedTuple):
 
     groups: completions that already have a grade, such as stored ones, keep it.
     grades: grades of all completions without one, in order.
-    number: number of the batch, from 1; 0: the groups are no batch that the policy samples.
+    number: number of the batch, from 1; 0: the policy did not sample the groups as a batch.
     early: True if the batch belongs to the next round.
     left_out: number of groups or completions that the source removed, by reason.
     """
@@ -114,15 +118,25 @@ class Waiting(NamedTuple):
     """A group with missing rewards.
 
     group: the group; a completion has its grade once it is computed, even if its reward arrives later.
-    due: round in which the reward of each completion arrives, from 1; 0: the reward is there.
-    round: round of the group's batch; None: the group has left at its deadline without these completions.
-    grades: the grades of the whole batch; None once the completions have them.
+    due: round in which the reward of each completion arrives, from 1; 0: the reward has arrived.
+    round: round of the group's batch; None: see `has_left`.
+    grades: the grades of all groups of the batch; None once the completions have them.
     """
 
     group: Group
     due: tuple[int, ...]
     round: int | None
     grades: Sequence[Grade] | ToCome | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """True for late completions after the deadline, at which their group left without them."""
+        return self.round is None
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a reward is still to arrive."""
+        return any(self.due)
 
 
 class Queue(NamedTuple):
@@ -131,8 +145,8 @@ class Queue(NamedTuple):
     round: number of the current round.
     waiting: groups with missing rewards, in order of arrival; groups of the next round too, if they were sampled early.
     ready: groups to train on.
-    counts: over the whole run, the number of groups, completions or tokens removed, by reason; of completions that
-        could not be graded, by `ungraded/` and the reason; and of `batches` that the policy sampled.
+    counts: totals over the run: groups, completions or tokens removed, by reason; completions that could not be graded,
+        by `ungraded/` and the reason; and `batches` that the policy sampled.
     rates: recent pass rate of each problem that a curriculum has drawn, by `problem_key`; None: the newest group of the
         problem had no reward.
     """
@@ -146,19 +160,20 @@ class Queue(NamedTuple):
 
 def put(queue: Queue, arrival: Arrival, seed: int, settings: Settings) -> Queue:
     """Adds groups and schedules the delivery of their rewards; the schedule depends only on (seed, batch number)."""
-    groups, grades, number, early, left_out = arrival
-    round_ = queue.round + early
-    lacking = [[completion.grade is None for completion in group.completions] for group in groups]
-    count = sum(map(sum, lacking))
-    delays = reward_delays(count, settings.late.shortest, settings.late.longest, number, seed)
-    # Completions that arrive with their grade, such as stored ones, are due at once: round 0.
-    rounds = iter((round_ + settings.offset + delays).tolist())
-    arrived = [
-        Waiting(group, tuple(next(rounds) if lacks else 0 for lacks in flags), round_, grades if count else None)
-        for group, flags in zip(groups, lacking, strict=True)
-    ]
-    counts = queue.counts + Counter(left_out) + Counter(batches=int(number > 0))
-    return queue._replace(waiting=(*queue.waiting, *arrived), counts=counts)
+    arrival_round = queue.round + arrival.early
+    ungraded = 0
+    for group in arrival.groups:
+        ungraded += sum(completion.grade is None for completion in group.completions)
+    late = settings.late
+    delays = reward_delays(ungraded, late.shortest, late.longest, arrival.number, seed)
+    reward_rounds = iter((arrival_round + settings.offset + delays).tolist())
+    waiting = list(queue.waiting)
+    for group in arrival.groups:
+        # Completions that arrive with their grade, such as stored ones, are due at once: round 0.
+        due = [next(reward_rounds) if completion.grade is None else 0 for completion in group.completions]
+        waiting.append(Waiting(group, tuple(due), arrival_round, arrival.grades if ungraded else None))
+    counts = queue.counts + Counter(arrival.left_out) + Counter(batches=int(arrival.number > 0))
+    return queue._replace(waiting=tuple(waiting), counts=counts)
 
 
 def reward_delays(rows: int, shortest: int, longest: int, batch: int, seed: int) -> np.ndarray:
@@ -179,90 +194,124 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
     Returns:
         The queue, and the newly graded batches without the completions that had a grade before.
     """
-    pending = [entry for entry in queue.waiting if entry.grades is not None]
-    is_due = [all_of_them or any(0 < round_ <= queue.round for round_ in entry.due) for entry in pending]
-    last = max(itertools.compress(range(len(is_due)), is_due), default=-1)
     # All groups of a batch hold the same object of grades, so its identity stands for the batch.
-    wanted = {id(entry.grades) for entry in pending[: last + 1]}
+    ungraded = []
+    needed = 0
+    for entry in queue.waiting:
+        if entry.grades is None:
+            continue
+        ungraded.append(id(entry.grades))
+        if all_of_them or any(0 < round_ <= queue.round for round_ in entry.due):
+            needed = len(ungraded)
+    needed_batches = set(ungraded[:needed])
+
     waiting = []
-    batches = []
-    for batch, entries in itertools.groupby(queue.waiting, key=lambda entry: id(entry.grades)):
-        entries = list(entries)
-        if batch in wanted:
+    graded_batches = []
+    for batch, batch_entries in itertools.groupby(queue.waiting, key=lambda entry: id(entry.grades)):
+        entries = list(batch_entries)
+        if batch in needed_batches:
             grades = entries[0].grades
             assert grades is not None
-            grades = grades if isinstance(grades, Sequence) else grades.result()
+            if not isinstance(grades, Sequence):
+                grades = grades.result()
             groups = with_grades([entry.group for entry in entries], grades)
             entries = [entry._replace(group=group, grades=None) for entry, group in zip(entries, groups, strict=True)]
-            batches.append([_chosen(entry.group, entry.due) for entry in entries])
+            graded_batches.append([_select(entry.group, entry.due) for entry in entries])
         waiting += entries
-    return queue._replace(waiting=tuple(waiting)), batches
+    return queue._replace(waiting=tuple(waiting)), graded_batches
 
 
-def _chosen(group: Group, flags: Sequence[int | bool]) -> Group:
+def _select(group: Group, flags: Sequence[int | bool]) -> Group:
+    """The group with only the completions whose flag is not 0."""
     return group._replace(completions=tuple(itertools.compress(group.completions, flags)))
 
 
 def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
     """Gives the rewards of this round to their groups and makes groups ready; call `wait_for_grades` before.
 
-    A group becomes ready when all its rewards are there, or `late.deadline` rounds after it began to wait. At the
+    A group becomes ready when it has all its rewards, or `late.deadline` rounds after it started to wait. At the
     deadline it loses the completions without rewards; a group without any rewards is removed.
 
     Args:
         step: number of the next training step, from 1.
     """
-    limits = settings.limits
     still_waiting = []
     ready = list(queue.ready)
     counts = Counter(queue.counts)
     rates = dict(queue.rates)
     for entry in queue.waiting:
         rewarded = _rewarded(entry, queue.round, counts)
-        is_pending = any(rewarded.due)
-        if rewarded.round is None:
-            # The group has left at its deadline; its late rewards are only counted and read by a curriculum.
-            if is_pending:
+        if entry.has_left:
+            # The late rewards are only counted, and read by a curriculum.
+            if rewarded.is_pending:
                 still_waiting.append(rewarded)
-            late = _chosen(entry.group, [0 < round_ <= queue.round for round_ in entry.due])
-            # They set a rate only where the deadline has left it unknown.
-            if settings.newest is not None and rates.get(_key_of(late), 0.0) is None:
-                rates[_key_of(late)] = _pass_rate(late)
-            continue
-        # Batches are sampled `offset` rounds ahead; their deadline must not count these rounds.
-        waited = queue.round - rewarded.round - settings.offset
-        is_over = settings.late.deadline is not None and waited >= settings.late.deadline
-        if rewarded.round > queue.round or (is_pending and not is_over):
+            if settings.newest is not None:
+                arrived = _select(entry.group, [0 < round_ <= queue.round for round_ in entry.due])
+                _set_unknown_rate(rates, arrived)
+        elif _waits(rewarded, queue.round, settings):
             still_waiting.append(rewarded)
-            continue
-        group = rewarded.group
-        if is_pending:
-            # At the deadline the group splits: graded completions are trained on, the others wait to be counted.
-            pending_due = tuple(filter(None, rewarded.due))
-            late = rewarded._replace(group=_chosen(group, rewarded.due), due=pending_due, round=None)
-            counts["rows_without_reward"] += len(late.due)
-            still_waiting.append(late)
-            group = _chosen(group, [not round_ for round_ in rewarded.due])
-        if settings.newest is not None:
-            rate = _pass_rate(group)
-            before = rates.get(_key_of(group))
-            # A group without a reward makes the rate unknown: a curriculum avoids problems that nobody can grade.
-            if before is not None and rate is not None:
-                rate = before + settings.newest * (rate - before)
-            rates[_key_of(group)] = rate
-        if not group.completions:
-            counts["groups_without_reward"] += 1
-        elif limits.keep_no_signal or settings.judge.has_signal(group):
-            ready.append(Entry(group, step, 0))
         else:
-            counts["no_signal"] += 1
-            counts["no_signal_completions"] += len(group.completions)
-            counts["no_signal_tokens"] += sum(completion.sampled_tokens for completion in group.completions)
+            group = rewarded.group
+            if rewarded.is_pending:
+                # At the deadline the group splits: graded completions are trained on, the others wait to be counted.
+                group, late = _split(rewarded)
+                counts["rows_without_reward"] += len(late.due)
+                still_waiting.append(late)
+            if settings.newest is not None:
+                _update_rate(rates, group, settings.newest)
+            if not group.completions:
+                counts["groups_without_reward"] += 1
+            elif settings.limits.keep_no_signal or settings.judge.has_signal(group):
+                ready.append(Entry(group, step, 0))
+            else:
+                counts["no_signal"] += 1
+                counts["no_signal_completions"] += len(group.completions)
+                counts["no_signal_tokens"] += sum(completion.sampled_tokens for completion in group.completions)
     queue = queue._replace(waiting=tuple(still_waiting), counts=counts, rates=rates)
-    fresh = _with_ready(queue, replay.fresh(ready, step, limits), ready, "stale")
+    queue = _with_ready(queue, replay.fresh(ready, step, settings.limits), ready, "stale")
     # Beyond the capacity, the groups that became ready first leave.
-    excess = max(len(fresh.ready) - limits.capacity, 0)
-    return _with_ready(fresh, fresh.ready[excess:], fresh.ready, "capacity")
+    excess = max(len(queue.ready) - settings.limits.capacity, 0)
+    return _with_ready(queue, queue.ready[excess:], queue.ready, "capacity")
+
+
+def _waits(entry: Waiting, now: int, settings: Settings) -> bool:
+    """True if a group is not ready: its round has not begun, or rewards are missing before its deadline."""
+    assert entry.round is not None
+    if entry.round > now:
+        return True
+    if not entry.is_pending:
+        return False
+    if settings.late.deadline is None:
+        return True
+    # Batches are sampled `offset` rounds ahead; their deadline must not count these rounds.
+    waited = now - entry.round - settings.offset
+    return waited < settings.late.deadline
+
+
+def _split(entry: Waiting) -> tuple[Group, Waiting]:
+    """Splits a group at its deadline into its graded completions, and an entry for its late completions."""
+    graded = _select(entry.group, [round_ == 0 for round_ in entry.due])
+    pending_due = tuple(round_ for round_ in entry.due if round_ > 0)
+    late = entry._replace(group=_select(entry.group, entry.due), due=pending_due, round=None)
+    return graded, late
+
+
+def _set_unknown_rate(rates: dict[str, float | None], late: Group) -> None:
+    """Sets the pass rate of a problem from late completions, but only if the deadline has left the rate unknown."""
+    key = _key_of(late)
+    if key in rates and rates[key] is None:
+        rates[key] = _pass_rate(late)
+
+
+def _update_rate(rates: dict[str, float | None], group: Group, newest: float) -> None:
+    """Moves the pass rate of a problem toward a new group's rate, which has the weight `newest`."""
+    key = _key_of(group)
+    rate = _pass_rate(group)
+    before = rates.get(key)
+    # A group without a reward makes the rate unknown: a curriculum avoids problems that nobody can grade.
+    if before is not None and rate is not None:
+        rate = before + newest * (rate - before)
+    rates[key] = rate
 
 
 def _key_of(group: Group) -> str:
@@ -273,40 +322,50 @@ def _pass_rate(group: Group) -> float | None:
     """The share of accurate completions among completions with a reward and a verdict; None without any."""
     grades = [completion.known_grade for completion in group.completions]
     accurate = [grade.accurate for grade in grades if grade.reward is not None and grade.accurate is not None]
-    return sum(accurate) / len(accurate) if accurate else None
+    if not accurate:
+        return None
+    return sum(accurate) / len(accurate)
 
 
 def _rewarded(entry: Waiting, now: int, counts: Counter[str]) -> Waiting:
-    """The group with the rewards that arrive until the round `now`; adds to the counts.
+    """Gives a group the rewards that arrive until the round `now`, and counts completions that leave.
 
     Completions leave if their reward is None, or if the reward arrives after the group has left.
     """
     completions = []
     due = []
     for completion, round_ in zip(entry.group.completions, entry.due, strict=True):
-        if 0 < round_ <= now:
-            round_ = 0
-            if completion.known_grade.failure is not None:
-                counts[f"ungraded/{completion.known_grade.failure}"] += 1
-            if entry.round is None or completion.known_grade.reward is None:
-                counts["rewards_too_late" if entry.round is None else "rows_without_reward"] += 1
+        arrives = 0 < round_ <= now
+        if arrives:
+            grade = completion.known_grade
+            if grade.failure is not None:
+                counts[f"ungraded/{grade.failure}"] += 1
+            if entry.has_left:
+                counts["rewards_too_late"] += 1
+                continue
+            if grade.reward is None:
+                counts["rows_without_reward"] += 1
                 continue
         completions.append(completion)
-        due.append(round_)
+        due.append(0 if arrives else round_)
     return entry._replace(group=entry.group._replace(completions=tuple(completions)), due=tuple(due))
 
 
 def _with_ready(queue: Queue, kept: Sequence[Entry], before: Sequence[Entry], reason: str) -> Queue:
     """Makes `kept` the ready entries, and counts the entries that were only in `before` under `reason`."""
     gone = Counter({reason: len(before) - len(kept)})
-    if reason == "stale" and len(kept) < len(before):  # otherwise no tokens need to be counted
+    if reason == "stale" and len(kept) < len(before):
+        # To count tokens takes time, so only removed entries cause it.
         gone["stale_tokens"] = _tokens(before) - _tokens(kept)
     return queue._replace(ready=tuple(kept), counts=queue.counts + gone)
 
 
 def _tokens(entries: Sequence[Entry]) -> int:
     """The number of sampled tokens."""
-    return sum(completion.sampled_tokens for entry in entries for completion in entry.group.completions)
+    tokens = 0
+    for entry in entries:
+        tokens += sum(completion.sampled_tokens for completion in entry.group.completions)
+    return tokens
 
 
 def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> tuple[Queue, list[Group] | None]:
@@ -321,33 +380,46 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     if len(ready) < count:
         return queue, None
     if settings.replay:
-        chosen = [index for index, entry in enumerate(ready) if settings.replaces and not entry.used][:count]
-        others = [index for index in range(len(ready)) if index not in chosen]
-        sampled = replay.sample_entries(
-            [ready[index] for index in others], count - len(chosen), step, seed, settings.limits, settings.judge
-        )
-        chosen = sorted([*chosen, *(others[index] for index in sampled)])
+        taken = _sampled(ready, count, step, seed, settings)
     elif settings.oldest_first:
         # Generators finish batches in any order; groups of other models have no version and go first.
-        chosen = sorted(range(len(ready)), key=lambda index: oldest_version(ready[index].group) or 0)[:count]
+        taken = sorted(range(len(ready)), key=lambda index: oldest_version(ready[index].group) or 0)[:count]
     else:
-        chosen = range(count)
-    groups = [ready[index].group for index in chosen]
-    chosen = {*chosen}
-    used = [entry._replace(used=entry.used + (index in chosen)) for index, entry in enumerate(ready)]
+        taken = list(range(count))
+    groups = [ready[index].group for index in taken]
+    used = list(ready)
+    for index in taken:
+        used[index] = used[index]._replace(used=used[index].used + 1)
     remaining = [entry for entry in used if entry.used < settings.limits.max_reuse]
     return _with_ready(queue, remaining, used, "used_up"), groups
 
 
+def _sampled(ready: Sequence[Entry], count: int, step: int, seed: int, settings: Settings) -> list[int]:
+    """The sorted indices of the entries that replay takes: new ones first if it replaces, and sampled ones."""
+    new = []
+    if settings.replaces:
+        new = [index for index, entry in enumerate(ready) if not entry.used][:count]
+    others = [index for index in range(len(ready)) if index not in new]
+    sampled = replay.sample_entries(
+        [ready[index] for index in others],
+        count - len(new),
+        step=step,
+        seed=seed,
+        limits=settings.limits,
+        judge=settings.judge,
+    )
+    return sorted(new + [others[index] for index in sampled])
+
+
 def replaced(queue: Queue, before: Sequence[Group], after: Sequence[Group]) -> Queue:
-    """The queue with groups that `take` gave in another form, such as with log-probs, for their later uses.
+    """The queue with a new form of groups that `take` returned, such as with log-probs, for their later uses.
 
     Args:
-        before: the groups that `take` gave.
+        before: the groups that `take` returned.
         after: the new form of each.
     """
-    # By identity: groups of a followed store may have equal ids.
-    new = {id(group): other for group, other in zip(before, after, strict=True)}
+    # Groups of a followed store may have equal ids, so their identity tells them apart.
+    new = {id(group): new_group for group, new_group in zip(before, after, strict=True)}
     ready = tuple(entry._replace(group=new.get(id(entry.group), entry.group)) for entry in queue.ready)
     return queue._replace(ready=ready)
 
@@ -355,21 +427,27 @@ def replaced(queue: Queue, before: Sequence[Group], after: Sequence[Group]) -> Q
 def queued_versions(queue: Queue, settings: Settings) -> list[int]:
     """The policy versions of groups that wait for training; excludes ready groups in replay, which have no order."""
     # A group that has left at its deadline is in training already; only its late completions still wait.
-    groups = [entry.group for entry in queue.waiting if entry.round is not None]
-    groups += [] if settings.replay else [entry.group for entry in queue.ready]
-    return [version for group in groups if (version := oldest_version(group)) is not None]
+    groups = [entry.group for entry in queue.waiting if not entry.has_left]
+    if not settings.replay:
+        groups += [entry.group for entry in queue.ready]
+    versions = [oldest_version(group) for group in groups]
+    return [version for version in versions if version is not None]
 
 
 def counts(queue: Queue) -> dict[str, int]:
     """The queue's metrics; counts of removed groups are totals over the run and exclude groups that were used up."""
     rounds = [entry.round for entry in queue.waiting if entry.round is not None]
-    return {
-        # A batch that was sampled early counts in its own round.
-        "experience/drawn_batches": queue.counts["batches"] - any(round_ > queue.round for round_ in rounds),
+    # A batch that was sampled early counts in its own round.
+    early_batches = int(any(round_ > queue.round for round_ in rounds))
+    metrics = {
+        "experience/drawn_batches": queue.counts["batches"] - early_batches,
         "experience/waiting_groups": sum(round_ <= queue.round for round_ in rounds),
         "experience/ready_groups": len(queue.ready),
-        **{f"experience/left_out/{reason}": queue.counts[reason] for reason in (*LOST, *LEFT) if reason != "used_up"},
     }
+    for reason in LOST + LEFT:
+        if reason != "used_up":
+            metrics[f"experience/left_out/{reason}"] = queue.counts[reason]
+    return metrics
 
 
 def to_plain(queue: Queue) -> tuple[list[Group], dict[str, Any]]:
@@ -378,18 +456,27 @@ def to_plain(queue: Queue) -> tuple[list[Group], dict[str, Any]]:
     Args:
         queue: queue between two steps, after waiting for all grades.
     """
-    plain = {
-        "waiting": [[entry.due, entry.round] for entry in queue.waiting],
-        "ready": [[entry.added, entry.used] for entry in queue.ready],
-    }
-    return [entry.group for entry in (*queue.waiting, *queue.ready)], queue._asdict() | plain
+    groups = [entry.group for entry in queue.waiting]
+    groups += [entry.group for entry in queue.ready]
+    plain = queue._asdict()
+    plain["waiting"] = [[entry.due, entry.round] for entry in queue.waiting]
+    plain["ready"] = [[entry.added, entry.used] for entry in queue.ready]
+    return groups, plain
 
 
 def from_plain(groups: Sequence[Group], plain: dict[str, Any]) -> Queue:
     """Joins the groups and the JSON data of `to_plain` to a queue."""
-    numbers = [*plain["waiting"], *plain["ready"]]
-    entries = list(zip(groups, numbers, strict=True))
     count = len(plain["waiting"])
-    waiting = tuple(Waiting(group, tuple(due), round_) for group, (due, round_) in entries[:count])
-    ready = tuple(Entry(group, *uses) for group, uses in entries[count:])
-    return Queue(plain["round"], waiting, ready, Counter(plain["counts"]), plain.get("rates", {}))
+    waiting = []
+    for group, (due, round_) in zip(groups[:count], plain["waiting"], strict=True):
+        waiting.append(Waiting(group, tuple(due), round_))
+    ready = []
+    for group, (added, used) in zip(groups[count:], plain["ready"], strict=True):
+        ready.append(Entry(group, added, used))
+    return Queue(
+        round=plain["round"],
+        waiting=tuple(waiting),
+        ready=tuple(ready),
+        counts=Counter(plain["counts"]),
+        rates=plain.get("rates", {}),
+    )

@@ -1,18 +1,12 @@
 """Replay: selects the ready groups that a step trains on when groups are used more than once."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from recjax.config import Config, ReplayConfig, TaskConfig
-from recjax.experience.group import (
-    Group,
-    group_staleness,
-    rewards,
-    turn_rewards,
-)
+from recjax.experience.group import Group, group_staleness, rewards, turn_rewards
 
 _EPSILON = 1e-6  # added to standard deviations, as in the advantages
 
@@ -69,19 +63,22 @@ class Judge(NamedTuple):
             return bool(group.completions)
         if self.imitates and any(completion.policy_version is None for completion in group.completions):
             return True
-        # Without a baseline, a reward teaches by itself, unless it is 0.
-        is_alone = self.values_singletons and len(group.completions) == 1
-        teaches = np.any if self.signal == "reward" or is_alone else lambda column: np.ptp(column) > 0
-        return any(teaches(column) for column in self._compared(group))
+        is_valued_alone = self.values_singletons and len(group.completions) == 1
+        columns = self._compared(group)
+        if self.signal == "reward" or is_valued_alone:
+            # Without a baseline, a reward teaches by itself, unless it is 0.
+            return any(np.any(column) for column in columns)
+        return any(np.ptp(column) > 0 for column in columns)
 
     def reward_spread(self, group: Group) -> float:
         """The largest difference between completions in a reward, reward part or return that the algorithm reads."""
-        return float(max((np.ptp(column) for column in self._compared(self.seen(group))), default=0.0))
+        spreads = [np.ptp(column) for column in self._compared(self.seen(group))]
+        return float(max(spreads, default=0.0))
 
     def absolute_advantage(self, group: Group) -> float:
         """The mean absolute difference from the group's mean reward: mean of |r − r̄|.
 
-        Of returns, the mean over turns; of reward parts, the mean of |Σ_p w_p (r_p − r̄_p) / σ_p|.
+        For returns, the mean over turns; for reward parts, the mean of |Σ_p w_p (r_p − r̄_p) / σ_p|.
         """
         group = self.seen(group)
         columns = [rewards(group)]
@@ -94,7 +91,9 @@ class Judge(NamedTuple):
                 total += self.part_weights.get(name, 1.0) * np.nan_to_num(normalized)
             columns = [total]
         means = [np.abs(column - column.mean()).mean() for column in columns if len(column)]
-        return float(np.mean(means)) if means else 0.0
+        if not means:
+            return 0.0
+        return float(np.mean(means))
 
     def _compared(self, group: Group) -> list[np.ndarray]:
         """The values of completions that the algorithm compares: rewards, and the parts or returns that it reads."""
@@ -106,21 +105,30 @@ class Judge(NamedTuple):
         return [column for column in columns if len(column)]
 
     def _parts(self, group: Group) -> dict[str, np.ndarray]:
-        """The reward parts, by name; NaN for completions without the part. A part of weight 0 teaches nothing."""
+        """The reward parts by name, without parts of weight 0; NaN for completions without the part."""
+        weights = self.part_weights or {}
         graded_parts = [completion.known_grade.reward_parts or {} for completion in group.completions]
-        names = {
-            name: None for parts in graded_parts for name in parts if (self.part_weights or {}).get(name, 1.0) != 0
-        }
-        return {name: np.array([parts.get(name, np.nan) for parts in graded_parts]) for name in names}
+        columns = {}
+        for parts in graded_parts:
+            for name in parts:
+                if name not in columns and weights.get(name, 1.0) != 0:
+                    columns[name] = np.array([other.get(name, np.nan) for other in graded_parts])
+        return columns
 
     def _returns(self, group: Group) -> list[np.ndarray]:
-        """The returns of each turn: the discounted sums of its reward and all later rewards."""
-        discounted = lambda after, reward: reward + self.discount * after  # noqa: E731
-        rewards_of_turns = [turn_rewards(completion).tolist() for completion in group.completions]
-        returns = [list(itertools.accumulate(reversed(of_turns), discounted))[::-1] for of_turns in rewards_of_turns]
-        turns = max(map(len, returns), default=0)
-        # As in the advantages, a shorter trajectory enters a later turn with the return of its last turn.
-        return [np.array([of_turns[min(turn, len(of_turns) - 1)] for of_turns in returns]) for turn in range(turns)]
+        """The return of each completion at each turn: the discounted sum of the turn's reward and all later rewards."""
+        assert self.discount is not None
+        trajectories = []
+        for completion in group.completions:
+            returns = turn_rewards(completion).tolist()
+            for turn in reversed(range(len(returns) - 1)):
+                returns[turn] += self.discount * returns[turn + 1]
+            trajectories.append(returns)
+        columns = []
+        for turn in range(max(map(len, trajectories), default=0)):
+            # As in the advantages, a shorter trajectory enters a later turn with the return of its last turn.
+            columns.append(np.array([returns[min(turn, len(returns) - 1)] for returns in trajectories]))
+        return columns
 
 
 PRIORITIES: dict[str, Callable[[Judge, Group], float]] = {
@@ -139,17 +147,17 @@ def judge_of(config: Config, part_weights: Mapping[str, float]) -> Judge:
         if discount is None:
             discount = 1.0
     return Judge(
-        config.task,
-        part_weights if algorithm.reads("reward_parts") else None,
-        discount,
-        config.algorithm.signal(config.task),
-        algorithm.values_singletons,
-        algorithm.imitates,
+        task=config.task,
+        part_weights=part_weights if algorithm.reads("reward_parts") else None,
+        discount=discount,
+        signal=config.algorithm.signal(config.task),
+        values_singletons=algorithm.values_singletons,
+        imitates=algorithm.imitates,
     )
 
 
 def fresh(entries: Sequence[Entry], step: int, limits: ReplayConfig) -> list[Entry]:
-    """Keeps the entries that are within `max_staleness` at `step`."""
+    """The entries that are within `max_staleness` at `step`."""
     if limits.max_staleness is None:
         return list(entries)
     return [entry for entry in entries if group_staleness(entry.group, step) <= limits.max_staleness]
@@ -164,10 +172,13 @@ def sample_entries(
     the group became ready; priority 0 is chosen last. A pure function of its arguments.
     """
     priorities = [PRIORITIES[limits.priority](judge, entry.group) for entry in entries]
-    keys = np.array([np.log(priority) if priority > 0 else -np.inf for priority in priorities])
+    keys = np.full(len(entries), -np.inf)
+    for index, priority in enumerate(priorities):
+        if priority > 0:
+            keys[index] = np.log(priority)
     if limits.half_life is not None:
         keys += np.array([-np.log(2.0) * (step - entry.added) / limits.half_life for entry in entries])
-    # The Gumbel-top-k trick: adding noise and taking the largest keys samples without replacement, in proportion to
+    # The Gumbel-top-k trick: to add noise and take the largest keys is to sample without replacement, in proportion to
     # probability. Among entries with probability 0, the latest comes first.
     noise = np.random.default_rng([seed, 5, step]).gumbel(size=len(keys))
     order = np.lexsort((np.arange(len(keys)), keys + noise))[::-1][:count]

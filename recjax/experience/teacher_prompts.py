@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class TeacherPrompts:
     """Adds to a batch the prompts that `task.teacher_template` makes for its completions.
 
-    They follow from the groups, so that stored, replayed and resumed groups get the same prompts.
+    The prompts depend only on the groups, so stored, replayed and resumed groups get the same ones.
     Reference: arXiv 2601.20802 (SDPO), 2601.18734 (OPSD).
     """
 
@@ -37,63 +37,89 @@ class TeacherPrompts:
         assert task.teacher_template is not None and task.teacher_tokens is not None
         self._template = task.teacher_template
         self._names = [name for name in LESSONS if f"{{{name}}}" in task.teacher_template]
-        self._room = task.teacher_tokens
+        self._capacity = task.teacher_tokens  # The batch has so many tokens for each prompt.
         self._policy = policy
         self._judge = Judge(task)
         self._feedback = None
         if task.teacher_feedback:
             self._feedback = user_function("task.teacher_feedback", task.teacher_feedback)
-        self._variables = {problem_key(each.prompt, each.answer): each.template for each in problems if each.template}
-        self._warned = False
-        shortest = [
-            self._problem(each.prompt, each.answer, dict.fromkeys(LESSONS, "") | {"answer": each.answer or ""})
-            for each in problems
-        ]
-        spare = config.rollout.max_completion_tokens if "better" in self._names else 0
+        self._variables = {}
+        for problem in problems:
+            if problem.template:
+                self._variables[problem_key(problem.prompt, problem.answer)] = problem.template
+        self._has_warned = False
+
+        shortest = []
+        for problem in problems:
+            values = dict.fromkeys(LESSONS, "")
+            values["answer"] = problem.answer or ""
+            shortest.append(self._problem(problem.prompt, problem.answer, values))
+        spare = 0
+        with_better = ""
+        if "better" in self._names:
+            spare = config.rollout.max_completion_tokens
+            with_better = f", {spare} of them for {{better}}"
         lengths = [len(tokens) + spare for tokens in self._encoded(shortest)]
-        if max(lengths, default=0) > self._room:
+        if max(lengths, default=0) > self._capacity:
             longest = int(np.argmax(lengths))
-            with_better = f", {spare} of them for {{better}}" if spare else ""
             raise UserError(
                 "task.teacher_tokens",
                 f"the teacher's prompt {shortest[longest].prompt!r:.200} needs {lengths[longest]} tokens{with_better}",
                 f"raise it to {lengths[longest]} or more, or shorten task.teacher_template",
-                value=self._room,
+                value=self._capacity,
             )
 
     def __call__(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """The batch with a teacher's prompt for each completion of its groups that has one."""
+        """The batch with the teacher's prompts; a completion without a lesson has no prompt."""
         lessons = []
         for group in groups:
-            graded = tuple(each for each in group.completions if each.grade and each.grade.reward is not None)
-            # With the rewards that the run trains on, which `task.truncated` may change.
-            seen = self._judge.seen(group._replace(completions=graded)).completions
-            # The first of equal ones.
-            best = max(seen, key=lambda each: cast(float, each.known_grade.reward), default=None)
-            as_seen = {completion.id: completion for completion in seen}
-            lessons += [self._lesson(group, as_seen.get(each.id, each), best) for each in group.completions]
-        texts = [None if lesson is None else problem_text(lesson.prompt, None) for lesson in lessons]
-        # Completions of a group often have the same lesson.
-        distinct = {text: lesson for text, lesson in zip(texts, lessons, strict=True) if lesson is not None}
-        tokens = dict(zip(distinct, self._encoded([*distinct.values()]), strict=True))
+            lessons += self._lessons(group)
+        # Completions of a group often have the same lesson, so each text is encoded once.
+        texts: list[str | None] = []
+        distinct: dict[str | None, Problem] = {}
+        for lesson in lessons:
+            text = None
+            if lesson is not None:
+                text = problem_text(lesson.prompt, None)
+                distinct[text] = lesson
+            texts.append(text)
+        tokens = dict(zip(distinct, self._encoded(list(distinct.values())), strict=True))
         prompts = [tokens.get(text) for text in texts]
         longest = max((len(ids) for ids in tokens.values()), default=0)
-        if longest > self._room:
-            if not self._warned:
+        if longest > self._capacity:
+            if not self._has_warned:
                 logger.warning(
                     "task.teacher_tokens = %d: a teacher's prompt has %d tokens; recjax trains on completions with such"
                     " prompts without a teacher, and the metric taught_fraction does not count them",
-                    self._room,
+                    self._capacity,
                     longest,
                 )
-            self._warned = True
-            prompts = [None if ids is None or len(ids) > self._room else ids for ids in prompts]
-        return with_teacher_prompts(batch, row_places(groups, batch.shape), prompts, self._room)
+            self._has_warned = True
+            prompts = [ids if ids is not None and len(ids) <= self._capacity else None for ids in prompts]
+        return with_teacher_prompts(batch, row_places(groups, batch.shape), prompts, self._capacity)
+
+    def _lessons(self, group: Group) -> list[Problem | None]:
+        """The teacher's prompt for each completion of a group; None for a completion without a lesson."""
+        graded = []
+        for completion in group.completions:
+            if completion.grade is not None and completion.grade.reward is not None:
+                graded.append(completion)
+        # The run trains on the rewards that `Judge.seen` returns, which `task.truncated` may change.
+        seen = self._judge.seen(group._replace(completions=tuple(graded))).completions
+        # Among equal rewards, the first completion is the best.
+        best = max(seen, key=lambda completion: cast(float, completion.known_grade.reward), default=None)
+        seen_by_id = {completion.id: completion for completion in seen}
+        lessons = []
+        for completion in group.completions:
+            lessons.append(self._lesson(group, seen_by_id.get(completion.id, completion), best))
+        return lessons
 
     def _lesson(self, group: Group, completion: Completion, best: Completion | None) -> Problem | None:
-        """The teacher's prompt for a completion; None if it lacks a value that the template names."""
+        """The teacher's prompt for a completion; None if a value that the template names is missing."""
         values: dict[str, Any] = {"answer": group.answer, "better": None, "feedback": None}
-        reward = None if completion.grade is None else completion.grade.reward
+        reward = None
+        if completion.grade is not None:
+            reward = completion.grade.reward
         if best is not None and reward is not None and cast(float, best.known_grade.reward) > reward:
             values["better"] = best.text
         if self._feedback is not None:
@@ -116,11 +142,16 @@ class TeacherPrompts:
         """The prompt of the teacher, with the variables that the policy's chat template gets for the problem."""
         variables = self._variables.get(problem_key(prompt, answer), {})
         if isinstance(prompt, str):
-            return Problem(self._template.format(**{**values, "prompt": prompt}), "", template=variables)
-        users = [index for index, message in enumerate(prompt) if message["role"] == "user"]
-        last = users[-1] if users else len(prompt) - 1
-        text = self._template.format(**{**values, "prompt": prompt[last]["content"]})
-        chat = [*prompt[:last], {**prompt[last], "content": text}, *prompt[last + 1 :]]
+            text = self._template.format(**{**values, "prompt": prompt})
+            return Problem(text, "", template=variables)
+        # The template takes the place of the last message from the user, or of the last message.
+        place = len(prompt) - 1
+        for index, message in enumerate(prompt):
+            if message["role"] == "user":
+                place = index
+        text = self._template.format(**{**values, "prompt": prompt[place]["content"]})
+        chat = list(prompt)
+        chat[place] = {**prompt[place], "content": text}
         return Problem(chat, "", template=variables)
 
     def _encoded(self, problems: Sequence[Problem]) -> list[np.ndarray]:

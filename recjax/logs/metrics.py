@@ -20,7 +20,7 @@ from tqdm import tqdm
 from recjax.algorithms.diagnostics import staleness
 from recjax.errors import UserError
 from recjax.experience.batch import FOREIGN, Batch
-from recjax.experience.group import has_sets
+from recjax.experience.recorded import has_sets
 from recjax.logs.tracking import Trackers
 from recjax.runtime import console, hosts
 from recjax.runtime.clocks import PhaseSeconds

@@ -14,7 +14,8 @@ import numpy as np
 
 from recjax.config import Config
 from recjax.errors import UserError
-from recjax.experience.group import LOWEST_LOGPROB, Completion, Group, Row, sets_from_lists, top_from_lists
+from recjax.experience.group import Completion, Group, Row
+from recjax.experience.recorded import LOWEST_LOGPROB, sets_from_lists, top_from_lists
 from recjax.experience.records import CHAT_TEMPLATE
 from recjax.hub.policy import Policy
 from recjax.remote import dialects

@@ -112,7 +112,7 @@ def prepare(
 
     others = None
     if stored is not None and joins:
-        others = ByPrompt(stored.groups, of_problems=agents is not None)
+        others = ByPrompt(stored.groups, by_problem=agents is not None)
     grading = Grading(config, task.reward)
     setup = Setup(
         config=config,

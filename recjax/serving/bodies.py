@@ -11,7 +11,7 @@ import pydantic
 from recjax.algorithms.options import did_you_mean
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, checked, wrong_with_variables
 from recjax.errors import UserError
-from recjax.experience.completion_schema import field
+from recjax.experience.completion_checks import field
 from recjax.experience.group import Grade
 from recjax.models.sampling import Sampling
 from recjax.serving.refusals import Refused

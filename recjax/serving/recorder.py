@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from recjax.errors import UserError
-from recjax.experience.completion_schema import check_records
+from recjax.experience.completion_checks import check_records
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, record_from_plain, record_to_plain
 from recjax.models.sampling import Sampling

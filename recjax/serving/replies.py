@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.agents.tools import openai_calls
-from recjax.experience.group import sets_to_lists, top_to_lists
+from recjax.experience.recorded import sets_to_lists, top_to_lists
 from recjax.grading.thinking import after_thoughts, opening_tag, whole_reply
 from recjax.hub.tokenizers import token_bytes
 from recjax.rollout.requests import Sampled

@@ -7,7 +7,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.agents.trajectory import Trajectory
-from recjax.experience.group import Completion, Grade, Group, Row, Turn, join_recorded, runs_of
+from recjax.experience.group import Completion, Grade, Group, Row, Turn, runs_of
+from recjax.experience.recorded import join_recorded
 from recjax.experience.records import PROMPT_LEFT_OUT, Record
 from recjax.models.sampling import Sampling
 from recjax.rollout.requests import Sampled

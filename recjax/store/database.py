@@ -1,4 +1,4 @@
-"""Connections to a store's database: SQLite in a file, or PostgreSQL; their time limits, and their errors in words."""
+"""Connects to a store's database, SQLite in a file or PostgreSQL, with time limits, and explains database errors."""
 
 import contextlib
 import os
@@ -14,11 +14,12 @@ import sqlalchemy as sql
 from recjax.errors import UserError
 from recjax.runtime.passwords import has_password, without_password
 
-LOCKED_SECONDS = 60  # time that a writer waits for another writer
-_STATEMENT_SECONDS = 120  # time limit of PostgreSQL for one statement
+LOCKED_SECONDS = 60  # A writer waits for another writer for at most this time.
+_STATEMENT_SECONDS = 120  # PostgreSQL ends a statement after this time.
 MAKE = "create one with python -m recjax.generate_experience or python -m recjax.import_experience"
 RESTORE = "restore the store from a backup"
-_LIMITS = {  # settings of PostgreSQL for each connection; the last four end the connections of a machine that is gone
+# Settings of PostgreSQL for each connection; the last four end the connections of a machine that is gone.
+_LIMITS = {
     "lock_timeout": f"{LOCKED_SECONDS}s",
     "statement_timeout": f"{_STATEMENT_SECONDS}s",
     "idle_in_transaction_session_timeout": "300s",
@@ -27,25 +28,25 @@ _LIMITS = {  # settings of PostgreSQL for each connection; the last four end the
     "tcp_keepalives_count": "3",
     "tcp_user_timeout": "90000",
 }
-_CONNECTING = {  # the same limits on this side of the connection
+# The same limits on this side of the connection.
+_CONNECTING = {
     "connect_timeout": "10",
     "keepalives_idle": "60",
     "keepalives_interval": "10",
     "keepalives_count": "3",
     "tcp_user_timeout": "90000",
 }
-
-
-# Seconds to wait for a server that restarts; one that refuses connections may as well be the wrong one.
+# Seconds to wait for a server that restarts, by a part of its error; a server that refuses connections may as well be
+# the wrong one.
 _RESTARTS = {"starting up": 20, "shutting down": 20, "recovery": 20, "closed the connection": 20, "refused": 3}
 
 
 class Unavailable(UserError):
-    """The database cannot be reached, or another process holds it; the same call may succeed later."""
+    """The database cannot be reached, or another process has locked it; the same call may succeed later."""
 
 
 class _Escaped(sql.types.TypeDecorator):
-    """Text in PostgreSQL, which has no NUL character; `escaped` writes it as two others."""
+    """Text in PostgreSQL, which has no NUL character; `escaped` writes this character as two others."""
 
     impl = sql.Text
     cache_ok = True
@@ -84,10 +85,7 @@ class Database(NamedTuple):
 
 
 def exists(place: str | Path) -> bool:
-    """True if there is a file or a folder, but not for a database without tables, in which a process creates a store.
-
-    For a URL, always True.
-    """
+    """True for a URL, a folder, or a file that is not an empty database, in which a process is creating a store."""
     if "://" in str(place):
         return True
     path = _path_of(place)
@@ -104,10 +102,10 @@ def store_name(place: str | Path) -> str:
 def open_database(place: str | Path | None, create: bool, follows: bool) -> Database:
     """Opens the database of a store; `Store` describes the arguments.
 
-    A database of another program stays as it is.
+    If the database is another program's, recjax does not change it.
 
     Raises:
-        UserError: no such database, or one of another program.
+        UserError: no such database, or another program's database.
     """
     if place is None:
         return Database(_sqlite(":memory:", sql.StaticPool), "a store in memory")
@@ -133,7 +131,8 @@ def open_database(place: str | Path | None, create: bool, follows: bool) -> Data
     lasts = lasts_of(path)
     if not columns and lasts.is_file():
         # SQLite writes the tables of a new file into the file NAME-wal first.
-        _, completions, *_ = [*lasts.read_text(encoding="ascii", errors="replace").split(), "", ""]
+        words = lasts.read_text(encoding="ascii", errors="replace").split()
+        completions = words[1] if len(words) > 1 else ""
         raise UserError(
             name,
             f"the last {completions} completions are gone, perhaps with the file {path}-wal",
@@ -146,7 +145,7 @@ def open_database(place: str | Path | None, create: bool, follows: bool) -> Data
 
 
 def _path_of(place: str | Path) -> Path:
-    """The file itself, as SQLite's other files and the server's lock lie next to it and not next to a link."""
+    """The file to which a link points, because SQLite's other files and the server's lock lie next to it."""
     try:
         path = Path(place).expanduser().resolve()
         path.exists()
@@ -160,7 +159,8 @@ def _access(path: Path, name: str, follows: bool) -> str:
     """SQLite's mode for a file: in a folder without write permission, SQLite has to know if the file can change."""
     if os.access(path.parent, os.W_OK):
         return "mode=rw"
-    log, index = (path.with_name(f"{path.name}-{ending}") for ending in ("wal", "shm"))
+    log = path.with_name(f"{path.name}-wal")
+    index = path.with_name(f"{path.name}-shm")
     if log.exists() and index.exists():
         return "mode=ro"
     if log.exists() and log.stat().st_size:
@@ -182,7 +182,7 @@ def _columns_in(path: Path) -> dict[str, list[str]] | None:
     Views, virtual tables and tables with triggers, whose statements could run forever, have no columns.
     """
     columns: dict[str, list[str]] = {}
-    # Without locks, SQLite leaves no further files next to the database of another program, but does not read the log.
+    # Without locks, SQLite adds no files next to another program's database, but does not read the log.
     for mode in ("mode=ro&immutable=1", "mode=ro"):
         try:
             with contextlib.closing(sqlite3.connect(_uri(path, mode), LOCKED_SECONDS, uri=True)) as database:
@@ -192,10 +192,12 @@ def _columns_in(path: Path) -> dict[str, list[str]] | None:
                 ).fetchall()
                 hostile = {table for kind, table, text in rows if kind != "table" or " virtual " in text[:20].lower()}
                 for table in {table for _, table, _ in rows}:
-                    # A computed column has another value than 0.
-                    plain = "select name from pragma_table_xinfo(?) where hidden = 0"
-                    known = [] if table in hostile else database.execute(plain, (table,))
-                    columns[table] = [column for (column,) in known]
+                    names = []
+                    if table not in hostile:
+                        # In a computed column, `hidden` is not 0.
+                        plain = "select name from pragma_table_xinfo(?) where hidden = 0"
+                        names = [name for (name,) in database.execute(plain, (table,))]
+                    columns[table] = names
         except sqlite3.Error:
             if mode == "mode=ro":
                 return None
@@ -207,7 +209,7 @@ def _columns_in(path: Path) -> dict[str, list[str]] | None:
 def _sqlite(uri: str, pool: type[sql.Pool]) -> sql.Engine:
     def connect() -> sqlite3.Connection:
         connection = sqlite3.connect(uri, LOCKED_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
-        with contextlib.suppress(Exception):  # a file that is no database or read-only gives its error later
+        with contextlib.suppress(Exception):  # A read-only file, or one that is no database, gives its error later.
             connection.execute("pragma journal_mode=wal")
         connection.execute("pragma synchronous=full")
         connection.execute("pragma trusted_schema=off")
@@ -227,7 +229,8 @@ def _sqlite(uri: str, pool: type[sql.Pool]) -> sql.Engine:
 
 
 def _postgresql(place: str, name: str) -> sql.Engine:
-    if problem := has_password(place):
+    problem = has_password(place)
+    if problem:
         raise UserError(name, problem)
     if not place.startswith("postgresql://"):
         raise UserError(name, "recjax knows no such database", "give a file, or postgresql://user@host/name")
@@ -268,7 +271,8 @@ def _postgresql(place: str, name: str) -> sql.Engine:
                     connection.execute(limit)
                 return connection
             except psycopg.OperationalError as error:
-                wait = next((seconds for words, seconds in _RESTARTS.items() if words in str(error)), 0)
+                waits = [seconds for words, seconds in _RESTARTS.items() if words in str(error)]
+                wait = waits[0] if waits else 0
                 if time.monotonic() - began > wait:
                     raise
                 time.sleep(0.1)
@@ -295,16 +299,19 @@ def _limited(generator: Generator) -> Generator:
 
 
 def is_unavailable(error: Exception) -> bool:
-    """True if the same statement may succeed later: the server is gone or stops, or others hold its locks."""
+    """True if the same statement may succeed later: the server is gone or stops, or other processes lock its rows."""
     original = getattr(error, "orig", None)
+    if isinstance(error, sql.exc.TimeoutError):
+        return True  # All connections are in use.
     if not isinstance(error, sql.exc.OperationalError) or isinstance(original, sqlite3.Error):
-        return "locked" in str(original) or isinstance(error, sql.exc.TimeoutError)  # all connections are in use
+        return "locked" in str(original)
     assert original is not None
-    return str(original.sqlstate or "08")[:2] in ("08", "53", "55", "57")  # no state: no connection
+    # Without a connection, the error has no state.
+    return not original.sqlstate or str(original.sqlstate)[:2] in ("08", "53", "55", "57")
 
 
 def explained(error: Exception, name: str) -> str:
-    """The error of a database in its own words, with the remedy."""
+    """The first line of a database's error message, with a remedy."""
     message = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
     remedies = {
         "locked": f"another process writes for more than {LOCKED_SECONDS} seconds; end it, or try again later",
@@ -319,10 +326,14 @@ def explained(error: Exception, name: str) -> str:
         "password": "set the environment variable PGPASSWORD, or write the password to ~/.pgpass",
         "index": f"an index is damaged; run python -m recjax.inspect_experience {name} --rebuild",
     }
-    other = "correct the URL, or try again" if "://" in name else f"the file is damaged; {RESTORE}"
-    return f"{message}; {next((remedy for words, remedy in remedies.items() if words in message), other)}"
+    for words, remedy in remedies.items():
+        if words in message:
+            return f"{message}; {remedy}"
+    if "://" in name:
+        return f"{message}; correct the URL, or try again"
+    return f"{message}; the file is damaged; {RESTORE}"
 
 
 def lasts_of(file: Path) -> Path:
-    """The file next to SQLite's that has the numbers of the last rows."""
+    """The file next to SQLite's files that contains the numbers of the last rows."""
     return file.with_name(f"{file.name}-last")

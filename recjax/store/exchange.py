@@ -1,4 +1,4 @@
-"""A store as a table that other programs read: Parquet or JSON Lines, with a row for each completion.
+"""Exports a store as a table that other programs read, and imports it: Parquet or JSON Lines, a row a completion.
 
 The columns are those of the store, with lists in place of bytes, and the completion's rewards. docs/store_format.md
 describes them.
@@ -18,19 +18,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recjax.errors import UserError
-from recjax.experience.completion_schema import COLUMNS, DTYPES, EXPORTED, Check, check_records
+from recjax.experience.columns import COLUMNS, DTYPES, EXPORTED
+from recjax.experience.completion_checks import Check, check_records
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, from_json, record_of, row_of
 from recjax.runtime.files import whole_file
 from recjax.store.store import Store
 
-# metadata key of Parquet files, and its value
-_VERSION = b"recjax.experience.version"
+_VERSION = b"recjax.experience.version"  # This metadata key of Parquet files has the version of the export.
 _CURRENT = b"8"
 TOGETHER = 1024  # completions to convert or import at a time
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
-# Types by the kind of a column.
+# Arrow types by the kind of a column.
 KINDS = {
     "text": pa.string(),
     "json": pa.string(),
@@ -47,9 +47,14 @@ KINDS = {
     "float64[]": pa.list_(pa.float64()),
 }
 SCHEMA = pa.schema([(name, KINDS[COLUMNS[name].kind]) for name in EXPORTED], metadata={_VERSION: _CURRENT})
-_LISTS = {name: DTYPES[COLUMNS[name].kind] for name in EXPORTED if COLUMNS[name].kind in DTYPES}  # bytes in the store
+# Lists in an export, with the dtype of their bytes in a store.
+_LISTS = {name: DTYPES[COLUMNS[name].kind] for name in EXPORTED if COLUMNS[name].kind in DTYPES}
 _JSON = tuple(name for name in EXPORTED if COLUMNS[name].kind == "json")
-_PLAIN = tuple(name for name in EXPORTED if name not in (*_LISTS, *_JSON, "prompt", "messages", "recorded"))
+# Columns that need a check of their own.
+_CHECKED_APART = _LISTS.keys() | {"prompt", "messages", "recorded"} | set(_JSON)
+_PLAIN = tuple(name for name in EXPORTED if name not in _CHECKED_APART)
+_ROW_LISTS = ("completion_tokens", "completion_mask", "behavior_logprobs")
+_PART_KEYS = {"name", "value"}
 _AGAIN = "export the store again"
 
 
@@ -57,30 +62,43 @@ def export_store(store: Store, path: Path) -> int:
     """Writes all completions of a store to a .parquet or .jsonl file; returns their number.
 
     Raises:
-        ValueError: another ending, a damaged store, or a file that cannot be written; an existing file stays.
+        ValueError: the file has another ending or cannot be written, or the store is damaged. An existing file stays
+            unchanged.
     """
-    records = store.records(others=True)
-    count = 0
     if path.suffix not in (".parquet", ".jsonl"):
         raise UserError(f"--output {str(path)!r}", "give a file that ends with .parquet or .jsonl")
+    records = store.records(others=True)
+    count = 0
     with whole_file(path) as file:
-        writer = pq.ParquetWriter(file, SCHEMA, compression="zstd") if path.suffix == ".parquet" else None
-        while rows := list(map(_exported, itertools.islice(records, TOGETHER))):
+        writer = None
+        if path.suffix == ".parquet":
+            writer = pq.ParquetWriter(file, SCHEMA, compression="zstd")
+        while rows := [_exported(record) for record in itertools.islice(records, TOGETHER)]:
             count += len(rows)
-            if writer:
+            if writer is None:
+                for row in rows:
+                    file.write(f"{_json_line(row)}\n".encode())
+            else:
                 writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
-            for row in () if writer else rows:
-                recorded = row["recorded"] and base64.b64encode(row["recorded"]).decode()
-                plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in row.items()}
-                plain |= {"time": row["time"].isoformat(), "recorded": recorded}
-                file.write(f"{json.dumps(plain, ensure_ascii=False)}\n".encode())
-        if writer:
+        if writer is not None:
             writer.close()
     return count
 
 
+def _json_line(row: Mapping[str, Any]) -> str:
+    """The JSON text of an exported row."""
+    plain = dict(row)
+    for name in _LISTS:
+        if row[name] is not None:
+            plain[name] = row[name].tolist()
+    plain["time"] = row["time"].isoformat()
+    if row["recorded"]:
+        plain["recorded"] = base64.b64encode(row["recorded"]).decode()
+    return json.dumps(plain, ensure_ascii=False)
+
+
 def read_exported(path: Path) -> Iterator[Record] | None:
-    """The completions of an exported file, read and checked on demand; None for other files.
+    """Reads and checks the completions of an exported file on demand; None for other files.
 
     Raises:
         UserError: a file that is damaged or cannot be read, or a bad row, with file, row, column, value and remedy.
@@ -95,8 +113,8 @@ def read_exported(path: Path) -> Iterator[Record] | None:
         with path.open(encoding="utf-8") as file:
             try:
                 first = json.loads(file.readline())
-            except (ValueError, RecursionError):  # `foreign.import_rows` reports the error
-                return None
+            except (ValueError, RecursionError):
+                return None  # `foreign.import_rows` reports the error.
         is_ours = isinstance(first, dict) and first.keys() == set(SCHEMA.names)
     if not is_ours:
         return None
@@ -106,7 +124,7 @@ def read_exported(path: Path) -> Iterator[Record] | None:
 
 
 def _records(rows: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[Record]:
-    """The completions of rows with their places, checked as many together as are converted together."""
+    """Checks and converts rows with their places, `TOGETHER` rows at a time."""
     while batch := list(itertools.islice(rows, TOGETHER)):
         places = [place for place, _ in batch]
         check = Check(len(batch), places.__getitem__)
@@ -134,8 +152,9 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             # The check of the columns refuses values that stay as they are.
             with contextlib.suppress(ValueError, TypeError):
                 row["time"] = datetime.fromisoformat(row["time"])
-            with contextlib.suppress(ValueError, TypeError):
-                row["recorded"] = row["recorded"] and base64.b64decode(row["recorded"], validate=True)
+            if row["recorded"]:
+                with contextlib.suppress(ValueError, TypeError):
+                    row["recorded"] = base64.b64decode(row["recorded"], validate=True)
             yield place, row
 
 
@@ -151,13 +170,17 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for field in SCHEMA:
             if field.name not in types:
                 raise UserError(f"{path}: {field.name}", "is missing", _AGAIN)
-            if (kind := types[field.name]) != field.type:
+            kind = types[field.name]
+            if kind != field.type:
                 raise UserError(f"{path}: {field.name}", f"has type {kind}", f"convert it to {field.type}")
         number = 0
         for batch in file.iter_batches(TOGETHER):
-            arrays = [_arrays(batch[name]) for name in _LISTS]
-            for row, *of_row in zip(batch.drop_columns([*_LISTS]).to_pylist(), *arrays, strict=True):
-                yield f"{path}: row {number}", row | dict(zip(_LISTS, of_row, strict=True))
+            rows = batch.drop_columns(list(_LISTS)).to_pylist()
+            lists = {name: _arrays(batch[name]) for name in _LISTS}
+            for index, row in enumerate(rows):
+                for name in _LISTS:
+                    row[name] = lists[name][index]
+                yield f"{path}: row {number}", row
                 number += 1
     except (pa.ArrowException, OSError) as error:
         remedy = "restore the file from a backup, or move it away"
@@ -178,26 +201,29 @@ def _arrays(column: pa.ListArray) -> list[Any]:
 
 
 def _exported(record: Record) -> dict[str, Any]:
-    """The row of a completion."""
+    """The exported row of a completion."""
     row = row_of(record, 0)
+    for name, dtype in _LISTS.items():
+        row[name] = np.frombuffer(row[name], dtype) if row[name] else None
+    if row["messages"] is not None:
+        row["messages"] = json.loads(row["messages"])
+    row["time"] = record.time
     grade = record.completion.grade or Grade(None)
-    others = {name: [*grade_and_failure, comment] for name, (grade_and_failure, comment) in record.others.items()}
-    row |= {name: np.frombuffer(row[name], dtype) if row[name] else None for name, dtype in _LISTS.items()}
-    row |= {
-        "messages": row["messages"] and json.loads(row["messages"]),
-        "reward": grade.reward,
-        "reward_parts": grade.reward_parts
-        and [{"name": name, "value": value} for name, value in grade.reward_parts.items()],
-        "accurate": grade.accurate,
-        "time": record.time,
-        "turn_rewards": grade.turns or None,
-        "other_rewards": json.dumps(others) if others else None,
-    }
+    row["reward"] = grade.reward
+    row["reward_parts"] = grade.reward_parts
+    if grade.reward_parts:
+        row["reward_parts"] = [{"name": name, "value": value} for name, value in grade.reward_parts.items()]
+    row["accurate"] = grade.accurate
+    row["turn_rewards"] = grade.turns or None
+    row["other_rewards"] = None
+    if record.others:
+        others = {grader: [*grade, comment] for grader, (grade, comment) in record.others.items()}
+        row["other_rewards"] = json.dumps(others)
     return {name: row[name] for name in SCHEMA.names}
 
 
 def _check_columns(check: Check, rows: Sequence[dict[str, Any]]) -> None:
-    """Checks each column of rows; brings nulls and the parts of rewards into the form of `record_of`."""
+    """Checks each column of rows; converts nulls, lists and the parts of rewards to the form that `_record` reads."""
     for name in _JSON:
         _decode(check, name, rows)
     _check_forms(check, rows)
@@ -207,15 +233,28 @@ def _check_columns(check: Check, rows: Sequence[dict[str, Any]]) -> None:
     check.plain("prompt", [rows[index]["prompt"] for index in texts], texts)
     chats = [index for index, row in enumerate(rows) if row["messages"] is not None]
     check.plain("messages", [rows[index]["messages"] for index in chats], chats)
-    check.prompts(range(len(rows)), [_or_empty(row["prompt_tokens"]) for row in rows])
-    has_tokens = [any(_has_values(row[name]) for name in _OF_TOKENS) for row in rows[: check.count]]
-    owners = list(itertools.compress(range(check.count), has_tokens))
-    tokens, masks, logprobs = [[rows[index][name] for index in owners] for name in _OF_TOKENS]
-    logprobs = [values if _has_values(values) else None for values in logprobs]
-    check.rows(owners, list(map(_or_empty, tokens)), list(map(_or_empty, masks)), logprobs)
-
-
-_OF_TOKENS = ("completion_tokens", "completion_mask", "behavior_logprobs")
+    prompts = check.prompts(range(len(rows)), [_or_empty(row["prompt_tokens"]) for row in rows])
+    for row, prompt in zip(rows, prompts, strict=False):
+        row["prompt_tokens"] = prompt
+    owners = []
+    for index, row in enumerate(rows[: check.count]):
+        if any(_has_values(row[name]) for name in _ROW_LISTS):
+            owners.append(index)
+    logprobs = []
+    for index in owners:
+        values = rows[index]["behavior_logprobs"]
+        logprobs.append(values if _has_values(values) else None)
+    arrays = check.rows(
+        owners,
+        tokens=[_or_empty(rows[index]["completion_tokens"]) for index in owners],
+        masks=[_or_empty(rows[index]["completion_mask"]) for index in owners],
+        logprobs=logprobs,
+    )
+    # Lists of a bad row, and of the rows after it, stay as they are: the check ends with an error.
+    for index, tokens, mask, known_logprobs in zip(owners, arrays.tokens, arrays.masks, arrays.logprobs, strict=False):
+        rows[index]["completion_tokens"] = tokens
+        rows[index]["completion_mask"] = mask
+        rows[index]["behavior_logprobs"] = known_logprobs
 
 
 def _has_values(values: Any) -> bool:
@@ -234,23 +273,25 @@ def _decode(check: Check, name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Checks a column with texts of JSON; JSON's null and the empty text become null."""
     values = []
     for index, row in enumerate(rows[: check.count]):
+        text = row[name] or "null"
         try:
-            values.append(json.loads(row[name] or "null"))
+            value = json.loads(text)
         except (ValueError, TypeError, RecursionError):
             check.refuse(index, name, row[name], "takes the text of JSON, or null", _AGAIN)
             break
-        if values[-1] is None:
+        if value is None:
             row[name] = None
+        values.append(value)
     check.plain(name, values)
 
 
 def _check_forms(check: Check, rows: Sequence[dict[str, Any]]) -> None:
-    """Checks columns that have another form in exports than in completions."""
+    """Checks the columns that have another form in exports than in completions."""
     for index, row in enumerate(rows[: check.count]):
         pairs = row["reward_parts"]
-        # The column's check refuses lists of anything else.
-        if isinstance(pairs, list) and all(isinstance(pair, dict) and pair.keys() == _PAIR for pair in pairs):
-            with contextlib.suppress(TypeError):  # a name that is no text
+        # The column's own check refuses all other lists.
+        if isinstance(pairs, list) and all(isinstance(pair, dict) and pair.keys() == _PART_KEYS for pair in pairs):
+            with contextlib.suppress(TypeError):  # A name may be a list or an object.
                 row["reward_parts"] = {pair["name"]: pair["value"] for pair in pairs} or None
         if row["prompt"] is not None and row["messages"] is not None:
             check.refuse(index, "prompt", row["prompt"], "stands next to messages", COLUMNS["prompt"].remedy)
@@ -260,20 +301,18 @@ def _check_forms(check: Check, rows: Sequence[dict[str, Any]]) -> None:
             return
 
 
-_PAIR = {"name", "value"}
-
-
 def _record(place: str, row: Mapping[str, Any]) -> Record:
-    """The completion of a row whose columns are checked one by one."""
-    lists: dict[str, bytes | None] = {
-        name: np.array(_or_empty(row[name]), dtype).tobytes() for name, dtype in _LISTS.items()
-    }
-    if not lists["behavior_logprobs"]:
-        lists["behavior_logprobs"] = None
+    """Makes the completion of a row whose columns are checked one by one."""
+    stored = dict(row)
+    stored["number"] = 0
     time = row["time"]
     if time.tzinfo is None:
         time = time.replace(tzinfo=UTC)
-    stored = {**row, **lists, "number": 0, "time": time.timestamp()}
+    stored["time"] = time.timestamp()
+    for name, dtype in _LISTS.items():
+        stored[name] = np.asarray(_or_empty(row[name]), dtype).tobytes()
+    if not stored["behavior_logprobs"]:
+        stored["behavior_logprobs"] = None
     if row["messages"] is not None:
         stored["messages"] = json.dumps(row["messages"])
     grade = None
@@ -281,9 +320,10 @@ def _record(place: str, row: Mapping[str, Any]) -> Record:
         grade = Grade(row["reward"], row["reward_parts"], row["accurate"], turns=tuple(row["turn_rewards"] or ()))
     try:
         record = record_of(stored, grade)
-    except ValueError as error:  # lengths that contradict each other, or damaged arrays
+    except ValueError as error:
+        # Lengths contradict each other, or recorded arrays are damaged.
         raise UserError(place, str(error)) from error
-    others = from_json(row["other_rewards"], {})
-    return record._replace(
-        others={name: (Grade.from_json(values), comment) for name, (*values, comment) in others.items()}
-    )
+    others = {}
+    for grader, (*values, comment) in from_json(row["other_rewards"], {}).items():
+        others[grader] = Grade.from_json(values), comment
+    return record._replace(others=others)

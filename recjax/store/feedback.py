@@ -4,13 +4,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from recjax.errors import UserError
-from recjax.experience.completion_schema import check_value, uneven
+from recjax.experience.columns import COLUMNS
+from recjax.experience.completion_checks import check_value, wrong_turn_count
 from recjax.experience.group import Grade
 from recjax.rewards.reward import check_part_names
 from recjax.store.store import TURNS, Store
 
 _GIVEN = ("reward", "reward_parts", "accurate", "turn_rewards")
 _KEYS = ("id", "group_id", *_GIVEN, "comment")
+
+
+class _Values(NamedTuple):
+    """The values that an entry gives to one completion, which `number` identifies in the store."""
+
+    number: int
+    reward: Any
+    reward_parts: Any
+    accurate: Any
+    turn_rewards: Any
 
 
 class Given(NamedTuple):
@@ -36,42 +47,55 @@ def give_rewards(
         UserError: an unusable entry, an unknown id, two rewards for one completion, a completion with a different
             reward, or a damaged store. The store stays unchanged.
     """
-    for number, entry in enumerate(entries):
-        if unknown := [key for key in entry if key not in _KEYS]:
-            raise UserError(place(number), f"unknown key {unknown[0]!r}", f"an entry takes {', '.join(_KEYS)}")
+    for index, entry in enumerate(entries):
+        unknown = [key for key in entry if key not in _KEYS]
+        if unknown:
+            raise UserError(place(index), f"unknown key {unknown[0]!r}", f"an entry takes {', '.join(_KEYS)}")
         if (entry.get("id") is None) == (entry.get("group_id") is None):
-            raise UserError(place(number), "give exactly one of id and group_id", f"found {entry!r:.80}")
+            raise UserError(place(index), "give exactly one of id and group_id", f"found {entry!r:.80}")
     store.check_indexes()
-    known = {
-        key: store.numbers(key, [str(entry[key]) for entry in entries if entry.get(key) is not None])
-        for key in ("id", "group_id")
-    }
-    numbers = sorted({number for of_key in known.values() for numbers in of_key.values() for number in numbers})
-    before = store.rewards(numbers)
-    of_turns = known_turns(store, numbers, before)
-    has_turns = any(entry.get("turn_rewards") is not None for entry in entries)
-    records = store.read(numbers, None) if has_turns else []
-    turns = {record.number: len(record.completion.turns) or 1 for record in records}
+    numbers_by_key = {}
+    for key in ("id", "group_id"):
+        names = [str(entry[key]) for entry in entries if entry.get(key) is not None]
+        numbers_by_key[key] = store.numbers(key, names)
+    numbers = set()
+    for numbers_by_name in numbers_by_key.values():
+        numbers.update(*numbers_by_name.values())
+    numbers = sorted(numbers)
+    stored = store.rewards(numbers)
+    earlier_turn_rewards = known_turns(store, numbers, stored)
+    turns = {}
+    if any(entry.get("turn_rewards") is not None for entry in entries):
+        turns = {record.number: len(record.completion.turns) or 1 for record in store.read(numbers, None)}
     new: dict[int, tuple[Grade, str | None]] = {}
     had_it = set()
-    for number, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         comment = entry.get("comment")
-        for name, reward, parts, accurate, turn_rewards in _resolved(entry, known, place(number)):
+        if comment is not None:
+            comment = str(comment)
+        for values in _resolved(entry, numbers_by_key, place(index)):
+            number = values.number
             try:
-                known_rewards = of_turns.get(name, ())
-                grade = whole_grade(reward, parts, accurate, turn_rewards, turns.get(name, 1), known_rewards)
+                grade = whole_grade(
+                    reward=values.reward,
+                    parts=values.reward_parts,
+                    accurate=values.accurate,
+                    turn_rewards=values.turn_rewards,
+                    turns=turns.get(number, 1),
+                    known=earlier_turn_rewards.get(number, ()),
+                )
             except UserError as error:
-                raise error.within(place(number)) from error
-            earlier = before.get(name) or new.get(name)
+                raise error.within(place(index)) from error
+            earlier = stored.get(number) or new.get(number)
             if earlier is not None and earlier[0] != grade:
-                where = "the store" if name in before else "an earlier entry"
-                (record,) = store.read([name], None)
+                where = "the store" if number in stored else "an earlier entry"
+                (record,) = store.read([number], None)
                 problem = f"row {record.completion.id!r} has another reward, {earlier[0].reward}, in {where}"
-                raise UserError(f"{place(number)}: reward", problem, "rewards cannot be changed", grade.reward)
-            if name in before:
-                had_it.add(name)
+                raise UserError(f"{place(index)}: reward", problem, "rewards cannot be changed", grade.reward)
+            if number in stored:
+                had_it.add(number)
             else:
-                new[name] = grade, None if comment is None else str(comment)
+                new[number] = grade, comment
     if new:
         store.add_rewards(new)
     return Given(len(new), len(had_it))
@@ -80,28 +104,34 @@ def give_rewards(
 def known_turns(
     store: Store, numbers: Sequence[int], given: Mapping[int, tuple[Grade, str | None]]
 ) -> dict[int, tuple[float, ...]]:
-    """The rewards that turns have, by number of the completion; `given` has the rewards of the completions."""
-    return {number: grade.turns for number, (grade, _) in {**store.rewards(numbers, TURNS), **given}.items()}
+    """The turn rewards that completions already have, by number.
+
+    Args:
+        given: the stored rewards of completions; other completions may have only turn rewards in the store.
+    """
+    known = store.rewards(numbers, TURNS) | dict(given)
+    return {number: grade.turns for number, (grade, _) in known.items()}
 
 
 def whole_grade(
     reward: Any, parts: Any, accurate: Any, turn_rewards: Any, turns: int, known: Sequence[float] = ()
 ) -> Grade:
-    """Checks the values that a client gives a completion, and makes its grade from these values.
+    """Checks a client's values for a completion, and makes the completion's grade from these values.
 
     Args:
-        reward: the total reward of all turns; None: the sum of their rewards.
+        reward: the total reward of all turns; None: the sum of the turn rewards.
         parts, accurate: see `Grade`.
-        turn_rewards: reward of each turn; None: the turns keep the rewards that they have.
+        turn_rewards: reward of each turn; None: the turns keep the rewards in `known`.
         turns: number of turns.
-        known: reward of each turn that the turns have; empty if they have none.
+        known: reward that each turn already has; empty if the turns have no rewards.
     Raises:
-        UserError: an invalid value, or another reward for a turn.
+        UserError: an invalid value, or a turn already has a different reward.
     """
     if turn_rewards is not None:
         turn_rewards = tuple(check_value("turn_rewards", turn_rewards, "turn_rewards"))
         if len(turn_rewards) != turns:
-            raise UserError("turn_rewards", *uneven(turn_rewards, turns), list(turn_rewards))
+            problem = wrong_turn_count(len(turn_rewards), turns or 1)
+            raise UserError("turn_rewards", problem, COLUMNS["turn_rewards"].remedy, list(turn_rewards))
         if known and turn_rewards != tuple(known):
             listed = ", ".join(f"{value:g}" for value in known)
             problem = f"the turns already have the rewards {listed}"
@@ -119,20 +149,30 @@ def whole_grade(
 
 
 def _resolved(
-    entry: Mapping[str, Any], known: Mapping[str, Mapping[str, list[int]]], place: str
-) -> list[tuple[int, Any, Any, Any, Any]]:
-    """The numbers of an entry's completions, each with its values of `_GIVEN`."""
-    key = "id" if entry.get("group_id") is None else "group_id"
-    if not isinstance(entry[key], str) or entry[key] not in known[key]:
-        raise UserError(f"{place}: {key}", "the store has no such row", f"correct the {key}", entry[key])
-    names = known[key][entry[key]]
+    entry: Mapping[str, Any], numbers_by_key: Mapping[str, Mapping[str, list[int]]], place: str
+) -> list[_Values]:
+    """The values that an entry gives to each of its completions.
+
+    Args:
+        numbers_by_key: numbers of the completions by `id` or `group_id` and its value.
+        place: name of the entry for error messages.
+    """
+    key = "id"
+    if entry.get("group_id") is not None:
+        key = "group_id"
+    numbers_by_name = numbers_by_key[key]
+    name = entry[key]
+    if not isinstance(name, str) or name not in numbers_by_name:
+        raise UserError(f"{place}: {key}", "the store has no such row", f"correct the {key}", name)
+    numbers = numbers_by_name[name]
     columns = []
     for column in _GIVEN:
         values = entry.get(column)
-        if not (key == "group_id" and isinstance(values, list)):
-            values = [values] * len(names)
-        if len(values) != len(names):
-            problem = f"has {len(values)} values for {len(names)} rows of the group"
+        is_list = key == "group_id" and isinstance(values, list)
+        if not is_list:
+            values = [values] * len(numbers)
+        if len(values) != len(numbers):
+            problem = f"has {len(values)} values for {len(numbers)} rows of the group"
             raise UserError(f"{place}: {column}", problem, "give one for each row", values)
         columns.append(values)
-    return list(zip(names, *columns, strict=True))
+    return [_Values(number, *values) for number, *values in zip(numbers, *columns, strict=True)]

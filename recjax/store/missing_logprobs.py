@@ -1,4 +1,4 @@
-"""Behavior log-probs that stored completions lack: which algorithms need them, and values that fill them in."""
+"""Missing behavior log-probs of stored completions: checks which algorithms need them, and fills them in."""
 
 import functools
 import itertools
@@ -12,8 +12,9 @@ from recjax.algorithms.losses import Algorithm
 from recjax.config import MissingLogprobs
 from recjax.errors import UserError
 from recjax.experience.batch import Shape, pad, row_places
-from recjax.experience.group import Completion, Group, has_sets
+from recjax.experience.group import Completion, Group
 from recjax.experience.layout import score
+from recjax.experience.recorded import has_sets
 from recjax.hub.policy import Policy
 from recjax.models.sampling import TOP_IDS, Sampling
 from recjax.runtime import hosts
@@ -62,9 +63,10 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
     firsts = set(groups.table["first"][groups.places].tolist())
     contents = groups.store.contents
     numbers = (number for first, number in contents.sampled_otherwise(sampling, groups.last) if first in firsts)
-    while chunk := list(itertools.islice(numbers, _TOGETHER)):
-        for record in contents.read(chunk, None):
-            if problem := problem_with_sampling(record.completion, sampling):
+    while batch := list(itertools.islice(numbers, _TOGETHER)):
+        for record in contents.read(batch, None):
+            problem = problem_with_sampling(record.completion, sampling)
+            if problem:
                 raise UserError(problem=f"{problem}, or experience.missing_logprobs to 'unneeded'")
 
 
@@ -90,14 +92,16 @@ def problem_with_sampling(completion: Completion, sampling: Sampling) -> str | N
     if recorded == sampling:
         return None
     # A recorded set makes up for other cuts, as log π is normalized over it, but not for another temperature.
-    if recorded and recorded.temperature == sampling.temperature:
+    if recorded is not None and recorded.temperature == sampling.temperature:
         if all((has_sets(row.recorded, row.mask) == row.mask).all() for row in completion.rows):
             return None
-    pairs = zip(Sampling._fields, recorded or ("unknown",) * len(Sampling._fields), strict=True)
+    described = []
+    for field in Sampling._fields:
+        value = "unknown" if recorded is None else getattr(recorded, field)
+        described.append(f"{field} {value}")
     return (
-        f"row {completion.id!r} of source {completion.source!r} was sampled with"
-        f" {', '.join(f'{field} {value}' for field, value in pairs)}, but rollout has"
-        f" {', '.join(map(str, sampling))}: its log-probs belong to another distribution; set the same values in"
+        f"row {completion.id!r} of source {completion.source!r} was sampled with {', '.join(described)}, but rollout"
+        f" has {', '.join(map(str, sampling))}: its log-probs belong to another distribution; set the same values in"
         " rollout"
     )
 
@@ -111,14 +115,17 @@ def _presets_without() -> list[str]:
 def with_logprobs(
     groups: Sequence[Group], shape: Shape, policy: Policy, params: dict, sampling: Sampling, chunk: int
 ) -> list[Group]:
-    """Fills in missing behavior log-probs with the log-probs of `params`.
+    """Fills in missing behavior log-probs with those under `params`.
 
     Args:
         shape: shape of the batches that compute the log-probs; every group must fit.
         params: all parameters of the policy that replaces the unknown behavior policy.
     """
-    # By index and not by id: a store's groups may have the ids of groups that this run samples.
-    lacking = [index for index, group in enumerate(groups) if any(map(_lacks_logprobs, group.completions))]
+    # A store's groups may have the ids of groups that this run samples, so indices tell them apart.
+    lacking = []
+    for index, group in enumerate(groups):
+        if any(_lacks_logprobs(completion) for completion in group.completions):
+            lacking.append(index)
     # A shape without a group size counts rows, not prompts, so that fewer groups of several completions fit.
     rows_per_group = 1
     if shape.group is None:
@@ -128,7 +135,9 @@ def with_logprobs(
     for start in range(0, len(lacking), size):
         indices = lacking[start : start + size]
         batch = [groups[index] for index in indices]
-        scored = iter(score(policy.decoder, params, pad(batch, shape), sampling, chunk)[row_places(batch, shape)])
+        batch_logprobs = score(policy.decoder, params, pad(batch, shape), sampling, chunk)
+        # The rows in the order of the groups' completions.
+        scored = iter(batch_logprobs[row_places(batch, shape)])
         for index, group in zip(indices, batch, strict=True):
             completions = []
             for completion in group.completions:
@@ -147,12 +156,11 @@ def _lacks_logprobs(completion: Completion) -> bool:
 
 def _with_logprobs(completion: Completion, logprobs: np.ndarray) -> Completion:
     """The completion with log-probs for the tokens of all its rows, end to end."""
-    of_rows = np.split(logprobs, np.cumsum([len(row.tokens) for row in completion.rows])[:-1])
-    # The policy did not sample the tokens between turns: their log-probs are 0, as in a sampler's rows.
-    rows = (
-        row._replace(behavior_logprobs=np.where(row.mask, values, np.float32(0)))
-        for row, values in zip(completion.rows, of_rows, strict=True)
-    )
+    ends = np.cumsum([len(row.tokens) for row in completion.rows])
+    rows = []
+    for row, values in zip(completion.rows, np.split(logprobs, ends[:-1]), strict=True):
+        # The policy did not sample the tokens between turns: their log-probs are 0, as in a sampler's rows.
+        rows.append(row._replace(behavior_logprobs=np.where(row.mask, values, np.float32(0))))
     return completion._replace(rows=tuple(rows))
 
 
@@ -162,12 +170,12 @@ def with_initial_logprobs(
     """Computes the missing log-probs of a store's groups once and keeps them in a temporary file; see `with_logprobs`.
 
     Raises:
-        UserError: the cache folder, which holds the temporary file, cannot be written.
+        UserError: the cache folder, which contains the temporary file, cannot be written.
     """
     lacking = groups.chosen(groups.table["lack_logprobs"][groups.places] > 0)
     if not len(lacking):
         return groups
-    # Where a completion's log-probs begin in the file, by its number; -1: the store has them.
+    # Start of each completion's log-probs in the file, by the completion's number; -1 if the store has its log-probs.
     starts = np.full(groups.last.completion + 1, -1)
     folder = cache_folder("experience")
     with writing(folder):
@@ -177,18 +185,18 @@ def with_initial_logprobs(
     shown = hosts.is_first() and len(lacking) > _LONG * shape.prompts
     with progress_bar("log-probs", len(lacking), unit="group", shown=shown) as bar:
         for start in range(0, len(lacking), shape.prompts):
-            groups_before, numbers = zip(*lacking[start : start + shape.prompts].numbered(), strict=True)
-            groups_after = with_logprobs(groups_before, shape, policy, params, sampling, chunk)
-            before = [completion for group in groups_before for completion in group.completions]
-            after = [completion for group in groups_after for completion in group.completions]
+            numbered = list(lacking[start : start + shape.prompts].numbered())
+            before = [group for group, _ in numbered]
+            after = with_logprobs(before, shape, policy=policy, params=params, sampling=sampling, chunk=chunk)
             with writing(folder):
-                for old, new, number in zip(before, after, np.concatenate(numbers), strict=True):
-                    if _lacks_logprobs(old):
-                        starts[number] = file.tell()
-                        for row in new.rows:
-                            assert row.behavior_logprobs is not None
-                            file.write(row.behavior_logprobs.astype(np.float32).tobytes())
-            bar.update(len(groups_before))
+                for (group, numbers), filled in zip(numbered, after, strict=True):
+                    for old, new, number in zip(group.completions, filled.completions, numbers, strict=True):
+                        if _lacks_logprobs(old):
+                            starts[number] = file.tell()
+                            for row in new.rows:
+                                assert row.behavior_logprobs is not None
+                                file.write(row.behavior_logprobs.astype(np.float32).tobytes())
+            bar.update(len(before))
     with writing(folder):
         file.flush()
 
@@ -197,8 +205,9 @@ def with_initial_logprobs(
         for completion, start in zip(group.completions, starts[numbers].tolist(), strict=True):
             if start >= 0:
                 file.seek(start)
-                size = np.dtype(np.float32).itemsize * sum(len(row.tokens) for row in completion.rows)
-                completion = _with_logprobs(completion, np.frombuffer(file.read(size), np.float32))
+                tokens = sum(len(row.tokens) for row in completion.rows)
+                content = file.read(tokens * np.dtype(np.float32).itemsize)
+                completion = _with_logprobs(completion, np.frombuffer(content, np.float32))
             completions.append(completion)
         return group._replace(completions=tuple(completions))
 

@@ -21,7 +21,8 @@ import xxhash
 from filelock import Timeout
 
 from recjax.errors import UserError
-from recjax.experience.completion_schema import COLUMNS, STORED, TAKEN, check_records
+from recjax.experience.columns import COLUMNS, STORED
+from recjax.experience.completion_checks import ID_IS_TAKEN, check_records
 from recjax.experience.group import Grade
 from recjax.experience.records import Record, from_json, record_of, row_of, signed_hash, to_json
 from recjax.models.sampling import Sampling
@@ -41,33 +42,48 @@ from recjax.store.database import (
 logger = logging.getLogger(__name__)
 
 VERSION = 9
-GIVEN = "given"  # grader of the rewards that arrived with their completions, or from recjax.feedback or a client
-TURNS = "turns"  # grader of the turns' rewards that arrived before the reward of their session
+# Graders of rewards: GIVEN for rewards that arrived with their completions, or from recjax.feedback or a client; TURNS
+# for turn rewards that arrived before the reward of their session.
+GIVEN = "given"
+TURNS = "turns"
 _TOGETHER = 256  # completions to read at a time
 _LONGEST_ID = 2600  # bytes of an id in an index of PostgreSQL
 _PAGE = 500  # groups of `Store.groups` at a time
 
 
-# Columns of a group, as `Store.groups` returns them, and of its rewards, as `Store.group_rewards` does.
+# The arrays that `Store.groups` and `Store.group_rewards` return.
 GROUP_COLUMNS = np.dtype(
-    [("first", "i8"), ("size", "i4"), ("prompt", "i8"), ("other_prompt", "i8"), ("problem", "i8")]
-    + [(name, "i4") for name in ("prompt_length", "completion_length", "row_length", "trajectories", "lack_logprobs")]
+    [
+        ("first", "i8"),
+        ("size", "i4"),
+        ("prompt", "i8"),
+        ("other_prompt", "i8"),
+        ("problem", "i8"),
+        ("prompt_length", "i4"),
+        ("completion_length", "i4"),
+        ("row_length", "i4"),
+        ("trajectories", "i4"),
+        ("lack_logprobs", "i4"),
+    ]
 )
 REWARD_COLUMNS = np.dtype(
-    [("first", "i8"), ("graded", "i4"), ("rewarded", "i4"), ("lowest", "f8"), ("highest", "f8"), ("total", "f8")]
+    [
+        ("first", "i8"),
+        ("graded", "i4"),
+        ("rewarded", "i4"),
+        ("lowest", "f8"),
+        ("highest", "f8"),
+        ("total", "f8"),
+    ]
 )
-
-
-def _columns(kind: Any, *names: str) -> list[sql.Column]:
-    return [sql.Column(name, kind) for name in names]
 
 
 def _number() -> sql.Column:
-    whole = sql.BigInteger().with_variant(sql.Integer, "sqlite")
-    return sql.Column("number", whole, primary_key=True, autoincrement=False)
+    int64 = sql.BigInteger().with_variant(sql.Integer, "sqlite")
+    return sql.Column("number", int64, primary_key=True, autoincrement=False)
 
 
-# Types by the kind of a column of completions.
+# SQL types by the kind of a column of completions.
 KINDS = {
     "text": TEXT,
     "json": TEXT,
@@ -87,10 +103,15 @@ _TABLES = sql.MetaData()
 _STORE = sql.Table(
     "store",
     _TABLES,
-    *_columns(sql.Integer, "version"),
-    *_columns(TEXT, "id"),
-    *_columns(sql.BigInteger, "last_completion", "last_reward", "last_turn", "completions", "rewards", "turns"),
-    *_columns(sql.LargeBinary, "checksum"),
+    sql.Column("version", sql.Integer),
+    sql.Column("id", TEXT),
+    sql.Column("last_completion", sql.BigInteger),
+    sql.Column("last_reward", sql.BigInteger),
+    sql.Column("last_turn", sql.BigInteger),
+    sql.Column("completions", sql.BigInteger),
+    sql.Column("rewards", sql.BigInteger),
+    sql.Column("turns", sql.BigInteger),
+    sql.Column("checksum", sql.LargeBinary),
 )
 COMPLETIONS = sql.Table(
     "completions",
@@ -99,13 +120,13 @@ COMPLETIONS = sql.Table(
     sql.Column("id", TEXT, nullable=False, unique=True),
     sql.Column("group_id", TEXT, nullable=False),
     *[sql.Column(name, KINDS[COLUMNS[name].kind]) for name in STORED[3:]],
-    *_columns(sql.LargeBinary, "checksum"),
+    sql.Column("checksum", sql.LargeBinary),
     # `groups` compares the keys in the index with the rows. PostgreSQL takes ids of any length only as hashes.
     sql.Index("ix_completions_group_id", "group_id", "prompt_key", "problem_key").ddl_if(dialect="sqlite"),
     sql.Index("ix_completions_group_hash", "group_id", postgresql_using="hash").ddl_if(dialect="postgresql"),
 )
 _COLUMNS = COMPLETIONS.c.keys()
-# All completions of the groups whose first completions are chosen.
+# Selects all completions of some groups; a condition on `_FIRST` selects the groups by their first completions.
 _FIRST = COMPLETIONS.alias()
 _GROUPS = sql.select(COMPLETIONS).join_from(_FIRST, COMPLETIONS, COMPLETIONS.c.group_id == _FIRST.c.group_id)
 # The turns of a server's open sessions, which become completions when the sessions end.
@@ -115,8 +136,8 @@ _SESSION_TURNS = sql.Table(
     _number(),
     sql.Column("server", TEXT, nullable=False),
     sql.Column("session", TEXT, nullable=False),
-    *_columns(TEXT, "content"),
-    *_columns(sql.LargeBinary, "checksum"),
+    sql.Column("content", TEXT),
+    sql.Column("checksum", sql.LargeBinary),
     sql.Index("open_sessions", "server", "session"),
 )
 REWARDS = sql.Table(
@@ -125,12 +146,14 @@ REWARDS = sql.Table(
     _number(),
     sql.Column("completion", sql.BigInteger, nullable=False),
     sql.Column("grader", TEXT, nullable=False),
-    *_columns(sql.Double, "reward"),
-    *_columns(TEXT, "parts"),
-    *_columns(sql.Boolean, "accurate"),
-    *_columns(TEXT, "failure", "comment", "turns"),
-    *_columns(sql.Double, "time"),
-    *_columns(sql.LargeBinary, "checksum"),
+    sql.Column("reward", sql.Double),
+    sql.Column("parts", TEXT),
+    sql.Column("accurate", sql.Boolean),
+    sql.Column("failure", TEXT),
+    sql.Column("comment", TEXT),
+    sql.Column("turns", TEXT),
+    sql.Column("time", sql.Double),
+    sql.Column("checksum", sql.LargeBinary),
     sql.UniqueConstraint("completion", "grader"),
 )
 
@@ -140,7 +163,7 @@ class Conflict(UserError):
 
 
 class Last(NamedTuple):
-    """The extent of a store: the numbers of its last rows, and how many rows it has."""
+    """The extent of a store: the numbers of its last completion, reward and turn, and how many of each it has."""
 
     completion: int = 0
     reward: int = 0
@@ -173,7 +196,7 @@ class Store:
     Attributes:
         name: the file or URL, for messages.
         id: identity of the store, the same for all who open it.
-        contents: the store to read completions from; another one if that is a copy with tokens.
+        contents: the store that completions are read from: this store, or a copy of it with tokens.
     """
 
     def __init__(self, place: str | Path | None, create: bool = False, follows: bool = False):
@@ -189,35 +212,45 @@ class Store:
         self._engine, self.name, self._file, columns = open_database(place, create, follows)
         self._opened = self._file and os.stat(self._file)
         self._reserved = contextlib.ExitStack()
-        self._server: str | None = None  # whose name this store has reserved in PostgreSQL
-        self._connection: sql.Connection | None = None  # holds the name
-        self._lock = threading.Lock()  # of the connection
+        # In PostgreSQL, the name of the server that this store has reserved, and the connection that holds the name.
+        self._server: str | None = None
+        self._connection: sql.Connection | None = None
+        self._lock = threading.Lock()  # The lock serializes the use of this connection.
         self._writing = self._engine.execution_options(writes=True)
         dialect = self._engine.dialect
         self._insertions = {table.name: table.insert().compile(dialect=dialect) for table in (COMPLETIONS, REWARDS)}
         with self._trying("opened"):
             if create:
                 with self._writing.begin() as connection:
-                    if connection.dialect.name == "postgresql":  # two processes do not create the tables together
+                    if connection.dialect.name == "postgresql":
+                        # The lock keeps two processes from creating the tables at the same time.
                         connection.execute(sql.text("select pg_advisory_xact_lock(7263871)"))
                     if not sql.inspect(connection).has_table(_STORE.name):
                         _TABLES.create_all(connection)
-                        values = (VERSION, uuid.uuid4().hex, *Last())
-                        connection.execute(
-                            _STORE.insert(), dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True))
-                        )
+                        store_columns = _store_columns(uuid.uuid4().hex, Last())
+                        connection.execute(_STORE.insert(), store_columns)
             if not sql.inspect(self._engine).has_table(_STORE.name):
                 raise UserError(self.name, "is not an experience store", MAKE)
             with self._engine.connect() as connection:
-                # Other versions may lack the other columns.
+                # The version comes first, because other versions may have other columns.
                 self._check_version(connection.execute(sql.select(_STORE.c.version)).all())
-                for table in _TABLES.tables.values() if columns else ():
-                    if lacks := [name for name in table.c.keys() if name not in columns.get(table.name, ())]:
-                        problem = f"its table `{table.name}` has no column `{lacks[0]}`"
-                        raise UserError(self.name, f"is damaged: {problem}", RESTORE)
+                if columns:
+                    self._check_tables(columns)
                 self.id = self._row(connection).id
         self._check_lasts()
         self.contents = self
+
+    def _check_tables(self, columns: Mapping[str, Sequence[str]]) -> None:
+        """Checks that a file has all columns.
+
+        Args:
+            columns: names of the file's columns by table.
+        """
+        for table in _TABLES.tables.values():
+            for name in table.c.keys():
+                if name not in columns.get(table.name, ()):
+                    problem = f"its table `{table.name}` has no column `{name}`"
+                    raise UserError(self.name, f"is damaged: {problem}", RESTORE)
 
     def __enter__(self) -> "Store":
         """The store."""
@@ -235,18 +268,21 @@ class Store:
         self._engine.dispose()
 
     def is_replaced(self) -> bool:
-        """True if another file has taken the place of this store's, as SQLite would write to a file without a name."""
-        return self._file is not None and not (
-            self._file.exists() and os.path.samestat(cast(os.stat_result, self._opened), self._file.stat())
-        )
+        """True if the store's file was deleted or replaced; SQLite would continue to write to the old file."""
+        if self._file is None:
+            return False
+        if not self._file.exists():
+            return True
+        return not os.path.samestat(cast(os.stat_result, self._opened), self._file.stat())
 
     def reserve(self, server: str) -> None:
         """Reserves the name of a server, whose turns only this process may write until it closes the store.
 
-        In PostgreSQL, the writing connection holds the name: who loses the connection cannot write without the name.
+        In PostgreSQL, the writing connection holds the name. A server that loses the connection must get the name again
+        before it writes.
 
         Raises:
-            UserError: another process has the name.
+            UserError: the name belongs to a different process.
         """
         if self._engine.dialect.name == "postgresql":
             self._server = server
@@ -259,13 +295,13 @@ class Store:
             except Timeout:
                 raise UserError(self.name, "another server records there", "give another file with --record") from None
 
-    _said_unchecked = False  # that the database checks no pages
+    _has_warned_of_checksums = False
 
     def check_indexes(self) -> None:
         """Compares the indexes of a file with its rows, which takes about a second for each 200,000 rows.
 
         A lookup compares the rows that an index finds. Only this check notices rows that are missing in an index.
-        PostgreSQL checks its pages itself if its setting data_checksums is on; a warning says so if it is off.
+        PostgreSQL checks its pages itself if its setting data_checksums is on; if it is off, recjax warns about it.
 
         Raises:
             UserError: an index or a page is damaged.
@@ -277,8 +313,8 @@ class Store:
                 raise self._damaged_index(str(problem))
             return
         (row,) = self._select(sql.select(sql.func.current_setting("data_checksums")))
-        if not self._said_unchecked and row[0] != "on":
-            self._said_unchecked = True
+        if not self._has_warned_of_checksums and row[0] != "on":
+            self._has_warned_of_checksums = True
             logger.warning(
                 "%s: PostgreSQL's data_checksums is off, so damage of an index may hide rows; stop the database and run"
                 " pg_checksums --enable",
@@ -328,18 +364,19 @@ class Store:
                     if not are_checked:
                         check_records(records, self._place)
                     last = self._append(connection, last, records)
-                if gone := sorted(set(rewards) - {*self.numbers("number", list(rewards), connection)}):
+                gone = sorted(set(rewards) - set(self.numbers("number", list(rewards), connection)))
+                if gone:
                     raise Conflict(self.name, f"completion {gone[0]}, which gets a reward, was deleted")
                 last = self._add_rewards(connection, last, rewards, grader)
                 for session, content in turns:
                     last = last._replace(turn=last.turn + 1, turns=last.turns + 1)
-                    values = (last.turn, server, session, content)
-                    columns = dict(zip(_SESSION_TURNS.c.keys(), (*values, _checksum(values)), strict=True))
+                    columns = _with_checksum(_SESSION_TURNS, (last.turn, server, session, content))
                     connection.execute(_SESSION_TURNS.insert(), columns)
                 for session in ended:
-                    of_session = _SESSION_TURNS.c.server == server, _SESSION_TURNS.c.session == session
-                    gone = connection.execute(_SESSION_TURNS.delete().where(*of_session)).rowcount
-                    last = last._replace(turns=last.turns - gone)
+                    ending = _SESSION_TURNS.delete()
+                    ending = ending.where(_SESSION_TURNS.c.server == server, _SESSION_TURNS.c.session == session)
+                    deleted = connection.execute(ending).rowcount
+                    last = last._replace(turns=last.turns - deleted)
             self._save(connection, last)
         return last.completions - before
 
@@ -350,9 +387,9 @@ class Store:
     def delete(self, numbers: Sequence[int]) -> None:
         """Deletes completions and their rewards."""
         with self._transaction() as (connection, last):
-            for some in _parts(numbers):
-                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(some))).rowcount
-                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(some))).rowcount
+            for batch in _parts(numbers):
+                rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(batch))).rowcount
+                rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(batch))).rowcount
                 last = last._replace(completions=last.completions - rows, rewards=last.rewards - rewards)
             self._save(connection, last)
 
@@ -365,7 +402,8 @@ class Store:
             UserError: a turn is damaged or lost.
         """
         began = self.last()
-        rows = self._select(sql.select(_SESSION_TURNS).order_by(_SESSION_TURNS.c.number))  # without an index
+        # The query reads the table and not an index, which may be damaged.
+        rows = self._select(sql.select(_SESSION_TURNS).order_by(_SESSION_TURNS.c.number))
         for row in rows:
             self._verify(row, "turn {0.number} of session {0.session!r}")
         self._check_count(began, len(rows), began.turns, "turns")
@@ -384,7 +422,8 @@ class Store:
         """
         numbers = list(map(int, numbers))
         rows = {row[0]: row for row in self.contents._select(sql.select(COMPLETIONS), COMPLETIONS.c.number, numbers)}
-        if gone := [number for number in numbers if number not in rows]:
+        gone = [number for number in numbers if number not in rows]
+        if gone:
             raise Conflict(self.contents.name, f"completion {gone[0]} is gone", RESTORE)
         rewards = self.rewards(numbers, grader) if grader else {}
         return [self.contents._record(rows[number], rewards.get(number)) for number in numbers]
@@ -432,13 +471,16 @@ class Store:
         end = began.completion if last is None else last
         wanted = sql.select(COMPLETIONS).where(COMPLETIONS.c.number <= end)
         wanted = wanted.order_by(COMPLETIONS.c.number).limit(_TOGETHER)
+        wanted_rewards = sql.select(REWARDS).order_by(REWARDS.c.number)
+        if not others:
+            wanted_rewards = wanted_rewards.where(REWARDS.c.grader == grader)
         while True:
             rows = self._select(wanted.where(COMPLETIONS.c.number > after))
-            of_grader = () if others else (REWARDS.c.grader == grader,)
-            of_rows = sql.select(REWARDS).where(*of_grader).order_by(REWARDS.c.number)
             grades_by_number: dict[int, dict[str, tuple[Grade, str | None]]] = {}
-            for row in self._select(of_rows, REWARDS.c.completion, [row.number for row in rows]) if grader else ():
-                grades_by_number.setdefault(row.completion, {})[row.grader] = self._grade(row)
+            if grader:
+                numbers = [row.number for row in rows]
+                for reward in self._select(wanted_rewards, REWARDS.c.completion, numbers):
+                    grades_by_number.setdefault(reward.completion, {})[reward.grader] = self._grade(reward)
             for row in rows:
                 grades = grades_by_number.get(row.number, {})
                 grade = None if grader is None else grades.pop(grader, None)
@@ -449,11 +491,12 @@ class Store:
                 break
             after = rows[-1].number
         if grader:
-            # Not by the index that found the rewards, since it may be damaged.
-            of_grader = REWARDS.c.grader == grader, REWARDS.c.completion + 0 > start, REWARDS.c.completion + 0 <= end
-            count = sql.select(sql.func.count()).select_from(REWARDS).where(*of_grader, REWARDS.c.time >= 0)
+            # The index that found the rewards may be damaged; `+ 0` keeps the database from counting with it.
+            completion = REWARDS.c.completion + 0
+            count = sql.select(sql.func.count()).select_from(REWARDS)
+            count = count.where(REWARDS.c.grader == grader, completion > start, completion <= end, REWARDS.c.time >= 0)
             self._check_count(began, graded, self._select(count)[0][0], "rewards")
-        if began.completion == began.completions:  # otherwise completions were deleted
+        if began.completion == began.completions:  # If the numbers differ, completions were deleted.
             self._check_count(began, seen, end - start, "completions")
 
     def groups(self, last: Last, tokenizer: str, vocabulary: int) -> tuple[np.ndarray, bool]:
@@ -466,9 +509,9 @@ class Store:
             tokenizer: name of a vocabulary.
             vocabulary: number of tokens for which a policy has embeddings.
         Returns:
-            Columns of `GROUP_COLUMNS`: number of the first completion, number of completions, smallest and largest
-            checksum of the prompt tokens, checksum of prompt and answer, most tokens of a prompt, of a completion and
-            of a row with its prompt, number of completions that are not plain, and that lack log-probs. And True if all
+            `GROUP_COLUMNS`: number of the first completion; number of completions; smallest and largest checksum of the
+            prompt tokens; checksum of prompt and answer; most tokens of a prompt, of a completion and of a row with its
+            prompt; number of completions that are not plain; number of completions without log-probs. And True if all
             completions have tokens of the vocabulary.
         Raises:
             UserError: the index and the rows differ, or a completion is lost.
@@ -479,11 +522,19 @@ class Store:
         other_tokens = row.c.tokenizer.is_distinct_from(tokenizer) | (row.c.largest_token >= vocabulary)
         lacks_tokens = (row.c.prompt_length == 0) | (row.c.completion_length == 0)
         columns = [
-            *(sql.func.min(index.c.number), sql.func.count()),
-            *(sql.func.min(index.c.prompt_key), sql.func.max(index.c.prompt_key), sql.func.min(index.c.problem_key)),
-            *(sql.func.max(row.c[name]) for name in ("prompt_length", "completion_length", "row_length")),
-            *(sql.func.count().filter(sql.not_(row.c[name])) for name in ("is_plain", "has_logprobs")),
-            *(sql.func.count().filter(condition) for condition in (sql.or_(*differs), other_tokens | lacks_tokens)),
+            sql.func.min(index.c.number),
+            sql.func.count(),
+            sql.func.min(index.c.prompt_key),
+            sql.func.max(index.c.prompt_key),
+            sql.func.min(index.c.problem_key),
+            sql.func.max(row.c.prompt_length),
+            sql.func.max(row.c.completion_length),
+            sql.func.max(row.c.row_length),
+            sql.func.count().filter(sql.not_(row.c.is_plain)),
+            sql.func.count().filter(sql.not_(row.c.has_logprobs)),
+            # GROUP_COLUMNS ends here; `_by_group` returns the sums of the next two columns.
+            sql.func.count().filter(sql.or_(*differs)),
+            sql.func.count().filter(other_tokens | lacks_tokens),
         ]
         joined = index.outerjoin(row, row.c.number == index.c.number)
         wanted = sql.select(*columns).select_from(joined)
@@ -497,22 +548,27 @@ class Store:
         """The rewards of a grader by group, in the order of `groups`.
 
         Returns:
-            Columns of `REWARD_COLUMNS`: number of the first completion, number of completions with a row in `rewards`,
-            and with a reward; lowest and highest reward, and 2^20 times their sum.
+            `REWARD_COLUMNS`: number of the first completion; number of completions with a row in the table `rewards`;
+            number of completions with a reward; lowest and highest reward; 2^20 times the sum of the rewards.
         Raises:
             UserError: a reward is damaged or lost.
         """
         began = self.last()
         index = COMPLETIONS.alias()
-        entry = REWARDS.alias()  # by the index of the rewards
+        # The database finds the rows of `entry` by the index of the rewards, and the rows of `row` by their numbers.
+        entry = REWARDS.alias()
         row = REWARDS.alias()
         differs = row.c.completion.is_distinct_from(index.c.number) | row.c.grader.is_distinct_from(grader)
-        columns = (
-            *(sql.func.min(index.c.number), sql.func.count(entry.c.number), sql.func.count(row.c.reward)),
-            *(sql.func.min(row.c.reward), sql.func.max(row.c.reward)),
-            sql.func.sum(sql.cast(row.c.reward * 2**20, sql.BigInteger)),  # exact, in any order
+        columns = [
+            sql.func.min(index.c.number),
+            sql.func.count(entry.c.number),
+            sql.func.count(row.c.reward),
+            sql.func.min(row.c.reward),
+            sql.func.max(row.c.reward),
+            sql.func.sum(sql.cast(row.c.reward * 2**20, sql.BigInteger)),  # Integers have the same sum in any order.
+            # REWARD_COLUMNS ends here; `_by_group` returns the sum of the next column.
             sql.func.count(entry.c.number).filter(differs),
-        )
+        ]
         joined = index.outerjoin(entry, (entry.c.completion == index.c.number) & (entry.c.grader == grader))
         joined = joined.outerjoin(row, row.c.number == entry.c.number)
         rewards, (damaged,) = self._by_group(sql.select(*columns).select_from(joined), index, last, REWARD_COLUMNS)
@@ -520,10 +576,10 @@ class Store:
             raise self._damaged_index("rewards have other completions or graders than in the index")
         # Reads the table, because the index may be damaged. Rewards up to the extent belong to its completions.
         is_in = (REWARDS.c.completion + 0 <= last.completion) | (REWARDS.c.number <= last.reward)
-        of_grader = (REWARDS.c.grader == grader) & is_in
-        counts = sql.select(sql.func.count(), sql.func.count().filter(of_grader)).where(REWARDS.c.time >= 0)
-        ((everything, graded),) = self._select(counts)
-        self._check_count(began, everything, began.rewards, "rewards")
+        has_grader = (REWARDS.c.grader == grader) & is_in
+        counts = sql.select(sql.func.count(), sql.func.count().filter(has_grader)).where(REWARDS.c.time >= 0)
+        ((all_rewards, graded),) = self._select(counts)
+        self._check_count(began, all_rewards, began.rewards, "rewards")
         self._check_count(began, int(rewards["graded"].sum()), graded, f"rewards of {grader!r}")
         unrewarded = sql.select(REWARDS).where(REWARDS.c.grader == grader, REWARDS.c.reward.is_(None))
         for row in self._select(unrewarded):
@@ -534,7 +590,8 @@ class Store:
         self, wanted: sql.Select, index: sql.FromClause, last: Last, columns: np.dtype
     ) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a query by group, ordered by their first column, and the sums of its columns beyond `columns`."""
-        wanted = wanted.where(index.c.number + 0 <= last.completion)  # the index of the groups has their order
+        # `+ 0` keeps the database from reading by number: the index of the groups has their order.
+        wanted = wanted.where(index.c.number + 0 <= last.completion)
         groups = [np.zeros(0, columns)]
         sums: Any = 0
         with self._trying("read"), self._engine.connect() as connection:
@@ -543,29 +600,35 @@ class Store:
                 size = len(columns.names or ())
                 try:
                     groups.append(np.array([tuple(row[:size]) for row in page], columns))
-                except (ValueError, OverflowError) as error:  # a text that should be a number
+                except (ValueError, OverflowError) as error:
+                    # A column of numbers has a text.
                     raise UserError(self.name, f"is damaged: {error}", RESTORE) from error
                 sums = sums + np.array([row[size:] for row in page]).sum(axis=0)
         table = np.concatenate(groups)
-        return table[np.argsort(table["first"])], sums if len(table) else np.zeros(2, int)
+        if not len(table):
+            return table, np.zeros(2, int)
+        return table[np.argsort(table["first"])], sums
 
     def sampled_otherwise(self, sampling: Sampling, last: Last) -> Iterator[tuple[int, int]]:
         """Completions with log-probs of another distribution: the group's first number, and the completion's number."""
-        known = sql.and_(*(COMPLETIONS.c[name] == value for name, value in sampling._asdict().items()))
+        is_same = sql.and_(*[COMPLETIONS.c[name] == value for name, value in sampling._asdict().items()])
         index = COMPLETIONS.alias()
         first = sql.select(sql.func.min(index.c.number)).where(index.c.group_id == COMPLETIONS.c.group_id)
         wanted = sql.select(first.scalar_subquery(), COMPLETIONS.c.number).order_by(COMPLETIONS.c.number)
-        wanted = wanted.where(COMPLETIONS.c.has_logprobs, sql.func.coalesce(known, sql.false()).is_(sql.false()))
+        wanted = wanted.where(COMPLETIONS.c.has_logprobs, sql.func.coalesce(is_same, sql.false()).is_(sql.false()))
         after = 0
         while rows := self._select(wanted.where(COMPLETIONS.c.number > after).limit(_TOGETHER)):
             after = rows[-1][1]
-            yield from (tuple(row) for row in rows if row[1] <= last.completion)
+            for first_number, number in rows:
+                if number <= last.completion:
+                    yield first_number, number
 
     def reward_ranges(self, grader: str = GIVEN) -> dict[str, tuple[float, float]]:
         """The lowest and the highest reward of each source; empty if there is only one source."""
         if len(self._select(sql.select(COMPLETIONS.c.source).distinct().limit(2))) < 2:
             return {}
-        lowest, highest = sql.func.min(REWARDS.c.reward), sql.func.max(REWARDS.c.reward)
+        lowest = sql.func.min(REWARDS.c.reward)
+        highest = sql.func.max(REWARDS.c.reward)
         wanted = sql.select(COMPLETIONS.c.source, lowest, highest).group_by(COMPLETIONS.c.source)
         wanted = wanted.join_from(COMPLETIONS, REWARDS, REWARDS.c.completion == COMPLETIONS.c.number)
         wanted = wanted.where(REWARDS.c.grader == grader, REWARDS.c.reward.is_not(None))
@@ -586,8 +649,8 @@ class Store:
         """
         wanted = sql.select(COMPLETIONS.c.number).where(COMPLETIONS.c.time < time.timestamp())
         numbers = [number for (number,) in self._select(wanted)]
-        for some in _parts(numbers):
-            self.read(some, None)
+        for batch in _parts(numbers):
+            self.read(batch, None)
         return numbers
 
     def numbers(
@@ -601,37 +664,43 @@ class Store:
         Raises:
             UserError: an index is damaged.
         """
+        searched = None
         if values is None:
             self.check_indexes()
-        searched = None if values is None else {*values}
+        else:
+            searched = set(values)
         row = COMPLETIONS.alias()
         numbers = {}
         # The index answers for the first two columns, and the row itself for the third.
         wanted = sql.select(COMPLETIONS.c[column], COMPLETIONS.c.number, row.c[column])
         wanted = wanted.outerjoin_from(COMPLETIONS, row, row.c.number == COMPLETIONS.c.number)
         wanted = wanted.order_by(COMPLETIONS.c.number)
-        for value, number, value_of_row in self._select(wanted, COMPLETIONS.c[column], values, connection):
-            # PostgreSQL takes also the first value from the row, so a wrong index gives a row that nobody asked for.
+        for value, number, row_value in self._select(wanted, COMPLETIONS.c[column], values, connection):
+            # PostgreSQL also takes the first value from the row, so a wrong index leads to a row with another value.
             if searched is not None and value not in searched:
                 raise self._damaged_index(f"a search for another {column} finds completion {number}")
-            if value_of_row != value:
+            if row_value != value:
                 raise self._damaged_index(f"completion {number} does not have the {column} {value!r:.60}")
             numbers.setdefault(value, []).append(number)
         return numbers
 
     def identities(self, last: Last) -> tuple[str | None, str | None]:
-        """Checksums of the last completion and the last reward of an extent, None for rows that are not there.
+        """Checksums of the last completion and the last reward of an extent; None for a row that does not exist.
 
         If they differ from earlier ones, the store was restored from an older copy and has grown since.
         """
-        extent = ((COMPLETIONS, last.completion), (REWARDS, last.reward))
-        wanted = (sql.select(table.c.checksum).where(table.c.number == number) for table, number in extent)
-        rows = [self._select(query) for query in wanted]
-        completion, reward = (rows_found[0].checksum.hex() if rows_found else None for rows_found in rows)
+        completion = self._identity(COMPLETIONS, last.completion)
+        reward = self._identity(REWARDS, last.reward)
         return completion, reward
 
+    def _identity(self, table: sql.Table, number: int) -> str | None:
+        rows = self._select(sql.select(table.c.checksum).where(table.c.number == number))
+        if not rows:
+            return None
+        return rows[0].checksum.hex()
+
     def new_rewards(self, after: int, last: Last) -> dict[int, tuple[Grade, str | None]]:
-        """The given rewards after a number, each with its comment, by number of the completion.
+        """The rewards of the grader `GIVEN` after a number, each with its comment, by number of the completion.
 
         Args:
             last: a result of `last`.
@@ -640,7 +709,7 @@ class Store:
         """
         wanted = sql.select(REWARDS).where(REWARDS.c.number > after, REWARDS.c.number <= last.reward)
         rows = self._select(wanted.order_by(REWARDS.c.number))
-        if last.reward == last.rewards:  # otherwise rewards were deleted
+        if last.reward == last.rewards:  # If the numbers differ, rewards were deleted.
             self._check_count(last, len(rows), last.reward - after, "rewards")
         return {row.completion: self._grade(row) for row in rows if row.grader == GIVEN}
 
@@ -659,9 +728,10 @@ class Store:
             with self._begun() as connection:
                 yield connection, _last(self._row(connection, lock=True))
             if self._file:
+                numbers = f"{self._saved.completion} {self._saved.reward} {self._saved.turn}"
                 with contextlib.suppress(OSError):
                     file = os.open(lasts_of(self._file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                    os.write(file, f"{self.id} {' '.join(map(str, self._saved[:3]))}\n".encode())
+                    os.write(file, f"{self.id} {numbers}\n".encode())
                     os.close(file)
 
     @contextlib.contextmanager
@@ -676,7 +746,7 @@ class Store:
                 yield connection
 
     def _connection_of_server(self) -> sql.Connection:
-        """The connection that holds the server's name, or a new one that has got the name if that one is lost."""
+        """The connection that holds the server's name; if it is lost, a new connection that has got the name."""
         dialect = self._engine.dialect
         connection = self._connection
         if connection is not None:
@@ -687,7 +757,7 @@ class Store:
             connection.invalidate()
             connection.close()
         connection = self._writing.connect()
-        connection.detach()  # a pool would keep the name
+        connection.detach()  # A pool would keep the connection, and with it the name.
         key = signed_hash(f"recjax server {self._server}".encode())
         if not connection.scalar(sql.select(sql.func.pg_try_advisory_lock(key))):
             connection.close()
@@ -710,35 +780,40 @@ class Store:
             )
 
     def _row(self, connection: sql.Connection, lock: bool = False) -> Any:
-        rows = connection.execute(sql.select(_STORE).with_for_update() if lock else sql.select(_STORE)).all()
+        wanted = sql.select(_STORE)
+        if lock:
+            wanted = wanted.with_for_update()
+        rows = connection.execute(wanted).all()
         self._check_version(rows)
         self._verify(rows[0], "the row of its table `store`")
         return rows[0]
 
     def _save(self, connection: sql.Connection, last: Last) -> None:
-        values = (VERSION, self.id, *last)
-        names = dict(zip(_STORE.c.keys(), (*values, _checksum(values)), strict=True))
-        connection.execute(_STORE.update().values(names))
+        connection.execute(_STORE.update().values(_store_columns(self.id, last)))
         self._saved = last
 
     def _append(
         self, connection: sql.Connection, last: Last, records: Sequence[Record], numbers: Sequence[int] | None = None
     ) -> Last:
-        numbers = numbers or range(last.completion + 1, last.completion + 1 + len(records))
+        if not numbers:
+            numbers = range(last.completion + 1, last.completion + 1 + len(records))
         shared: dict = {}
-        rows = [tuple(row_of(record, number, shared).values()) for record, number in zip(records, numbers, strict=True)]
-        rows = [(*row, _checksum(row)) for row in rows]
+        rows = []
+        for record, number in zip(records, numbers, strict=True):
+            values = tuple(row_of(record, number, shared).values())
+            rows.append((*values, _checksum(values)))
         if connection.dialect.name == "postgresql":
-            if long := [record for record in records if len(record.completion.id.encode()) > _LONGEST_ID]:
-                problem = f"has more than the {_LONGEST_ID} bytes that PostgreSQL can look up"
-                raise UserError(f"{self.name}: id", problem, "give shorter ids", long[0].completion.id)
+            for record in records:
+                if len(record.completion.id.encode()) > _LONGEST_ID:
+                    problem = f"has more than the {_LONGEST_ID} bytes that PostgreSQL can look up"
+                    raise UserError(f"{self.name}: id", problem, "give shorter ids", record.completion.id)
         try:
             self._insert(connection, COMPLETIONS, rows)
         except sql.exc.IntegrityError as error:
             known = self.numbers("id", [record.completion.id for record in records])
             if not known:
                 raise Conflict(self.name, str(error.orig)) from error
-            raise Conflict(f"{self.name}: id", TAKEN, COLUMNS["id"].remedy, min(known)) from error
+            raise Conflict(f"{self.name}: id", ID_IS_TAKEN, COLUMNS["id"].remedy, min(known)) from error
         last = last._replace(completion=numbers[-1], completions=last.completions + len(records))
         graders: dict[str, dict[int, tuple[Grade, str | None]]] = {GIVEN: {}}
         for number, record in zip(numbers, records, strict=True):
@@ -753,22 +828,20 @@ class Store:
     def _add_rewards(
         self, connection: sql.Connection, last: Last, grades: Mapping[int, tuple[Grade, str | None]], grader: str
     ) -> Last:
-        count = len(grades)
         now = datetime.now(UTC).timestamp()
-        columns = {
-            "number": range(last.reward + 1, last.reward + 1 + count),
-            "completion": list(grades),
-            "grader": [grader] * count,
-            # SQLite does not keep the sign of -0.0.
-            "reward": [None if grade.reward is None else float(grade.reward) + 0.0 for grade, _ in grades.values()],
-            "parts": [grade.reward_parts and to_json(grade.reward_parts) for grade, _ in grades.values()],
-            "accurate": [None if grade.accurate is None else bool(grade.accurate) for grade, _ in grades.values()],
-            "failure": [grade.failure for grade, _ in grades.values()],
-            "comment": [comment for _, comment in grades.values()],
-            "turns": [to_json(grade.turns) for grade, _ in grades.values()],
-            "time": [now] * count,
-        }
-        rows = [(*values, _checksum(values)) for values in zip(*columns.values(), strict=True)]
+        rows = []
+        for number, (completion, (grade, comment)) in enumerate(grades.items(), start=last.reward + 1):
+            reward = grade.reward
+            if reward is not None:
+                reward = float(reward) + 0.0  # SQLite does not keep the sign of -0.0.
+            accurate = grade.accurate
+            if accurate is not None:
+                accurate = bool(accurate)
+            parts = to_json(grade.reward_parts)
+            turns = to_json(grade.turns)
+            # In the order of the columns.
+            values = (number, completion, grader, reward, parts, accurate, grade.failure, comment, turns, now)
+            rows.append((*values, _checksum(values)))
         if rows:
             try:
                 self._insert(connection, REWARDS, rows)
@@ -782,7 +855,8 @@ class Store:
         # The driver gets the values unchanged; SQLAlchemy would take longer to bind them than SQLite to write them.
         statement = self._insertions[table.name]
         if not statement.positional:
-            rows = [dict(zip(table.c.keys(), map(escaped, row), strict=True)) for row in rows]
+            names = table.c.keys()
+            rows = [dict(zip(names, map(escaped, row), strict=True)) for row in rows]
         connection.exec_driver_sql(str(statement), rows)
 
     def _select(
@@ -793,45 +867,54 @@ class Store:
         connection: sql.Connection | None = None,
     ) -> list[Any]:
         """The rows of a query; with values, the rows whose column has one of the values."""
-        with (
-            self._trying("read"),
-            contextlib.nullcontext(connection) if connection else self._engine.connect() as connection,
-        ):
-            queries = (
-                [wanted]
-                if values is None
-                else (wanted.where(cast(sql.Column, column).in_(some)) for some in _parts(values))
-            )
-            return [row for query in queries for row in connection.execute(query).all()]
+        with self._trying("read"), contextlib.ExitStack() as stack:
+            if connection is None:
+                connection = stack.enter_context(self._engine.connect())
+            if values is None:
+                return list(connection.execute(wanted).all())
+            assert column is not None
+            rows = []
+            for batch in _parts(values):
+                rows += connection.execute(wanted.where(column.in_(batch))).all()
+            return rows
 
     # --- From rows to records.
 
     def _record(self, row: Any, given: tuple[Grade, str | None] | None) -> Record:
         self._verify(row, "completion {0.number} ({0.id!r:.60})")
         # A dictionary of all columns takes less time than the row's attributes.
-        return record_of(dict(zip(_COLUMNS, row, strict=True)), *(given or (None, None)))
+        columns = dict(zip(_COLUMNS, row, strict=True))
+        if given is None:
+            return record_of(columns, None)
+        grade, comment = given
+        return record_of(columns, grade, comment)
 
     def _grade(self, row: Any) -> tuple[Grade, str | None]:
         self._verify(row, "reward {0.number} of completion {0.completion}")
-        _, _, _, reward, parts, accurate, failure, comment, turns, *_ = row
-        parts = from_json(parts, None)
-        turns = tuple(from_json(turns, ()))
-        return Grade(reward, parts, accurate, failure, turns), comment
+        grade = Grade(
+            reward=row.reward,
+            reward_parts=from_json(row.parts, None),
+            accurate=row.accurate,
+            failure=row.failure,
+            turns=tuple(from_json(row.turns, ())),
+        )
+        return grade, row.comment
 
     def _verify(self, row: Any, name: str) -> None:
         if _checksum(row[:-1]) != row[-1]:
             raise UserError(self.name, f"is damaged: {name.format(row)} does not match its checksum", RESTORE)
 
     def _damaged_index(self, problem: str) -> UserError:
-        remedy = f"run python -m recjax.inspect_experience {self.name} --rebuild, which makes the indexes again"
-        if not self._file:
+        if self._file:
+            remedy = f"run python -m recjax.inspect_experience {self.name} --rebuild, which makes the indexes again"
+        else:
             remedy = "run the database's REINDEX"
         return UserError(self.name, f"is damaged: {problem}", f"{remedy}, or {RESTORE}")
 
-    def _check_count(self, began: Last, seen: int, expected: int, what: str) -> None:
+    def _check_count(self, began: Last, seen: int, expected: int, name: str) -> None:
         """Raises an error if rows are lost, unless a writer has changed the store during the read."""
         if seen != expected and self.last() == began:
-            raise UserError(self.name, f"is damaged: it has {seen} of {expected} {what}", RESTORE)
+            raise UserError(self.name, f"is damaged: it has {seen} of {expected} {name}", RESTORE)
 
     @contextlib.contextmanager
     def _trying(self, verb: str) -> Iterator[None]:
@@ -860,30 +943,58 @@ class Store:
             completions, rewards, turns = map(int, texts)
         except (OSError, ValueError):
             return
-        last = self.last()  # read after the file: a writer first writes rows, then the file
-        numbers = (completions, rewards, turns)
-        lost = [max(number - known, 0) for number, known in zip(numbers, last[:3], strict=True)]
-        if identity == self.id and any(lost):
-            gone = f"{lost[0]} completions, {lost[1]} rewards and {lost[2]} turns"
+        # The order matters: a writer first writes rows, then the file.
+        last = self.last()
+        lost_completions = max(completions - last.completion, 0)
+        lost_rewards = max(rewards - last.reward, 0)
+        lost_turns = max(turns - last.turn, 0)
+        if identity == self.id and (lost_completions or lost_rewards or lost_turns):
             raise UserError(
                 self.name,
-                f"the last {gone} are gone, perhaps with the file {self._file}-wal",
+                f"the last {lost_completions} completions, {lost_rewards} rewards and {lost_turns} turns are gone,"
+                f" perhaps with the file {self._file}-wal",
                 f"restore the files from a backup, or delete {path} to accept the loss",
             )
 
 
 def _parts(values: Sequence) -> Iterator[list]:
-    return (list(values[start : start + _TOGETHER]) for start in range(0, len(values), _TOGETHER))
+    """Splits values into lists of at most `_TOGETHER`."""
+    for start in range(0, len(values), _TOGETHER):
+        yield list(values[start : start + _TOGETHER])
 
 
 def _last(row: Any) -> Last:
-    return Last(*row[2:-1])
+    """The extent of a store from the row of its table `store`."""
+    return Last(
+        completion=row.last_completion,
+        reward=row.last_reward,
+        turn=row.last_turn,
+        completions=row.completions,
+        rewards=row.rewards,
+        turns=row.turns,
+    )
+
+
+def _store_columns(identity: str, last: Last) -> dict[str, Any]:
+    """The row of the table `store`, by column."""
+    return _with_checksum(_STORE, (VERSION, identity, *last))
+
+
+def _with_checksum(table: sql.Table, values: tuple) -> dict[str, Any]:
+    """A row by column: the values and, in the last column, their checksum."""
+    return dict(zip(table.c.keys(), (*values, _checksum(values)), strict=True))
 
 
 def _checksum(values: Iterable[Any]) -> bytes:
-    """The checksum of a row; of bytes, the values between them keep only the length."""
+    """The checksum of a row: it covers the values, with the length of each blob in its place, and then the blobs."""
+    plain = []
     blobs = []
-    plain = [value if type(value) is not bytes else blobs.append(value) or len(value) for value in values]
+    for value in values:
+        if type(value) is bytes:
+            plain.append(len(value))
+            blobs.append(value)
+        else:
+            plain.append(value)
     checksum = xxhash.xxh3_128(repr(plain).encode("utf-8", "surrogatepass"))
     for blob in blobs:
         checksum.update(blob)

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,65 +36,80 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     With `experience.regrade`, loads all groups, with reward 0 for every completion until `with_rewards` sets rewards.
 
     Raises:
-        UserError: no such store, rows that this policy or algorithm cannot be trained on, or too few whole groups.
+        UserError: no such store, rows that this policy or algorithm cannot be trained on, or too few complete groups.
     """
     experience = config.experience
     assert experience is not None
     mix = experience.mix
     rollout = config.rollout
-    key, store = ("experience.mix.store", mix.store) if mix else ("experience.store", experience.store)
+    key = "experience.store"
+    store = experience.store
+    if mix is not None:
+        key = "experience.mix.store"
+        store = mix.store
     assert store is not None
 
-    def of_this_run(group: Group, _: np.ndarray) -> Group:
-        # Staleness counts this run's updates. Versions other than 0 count those of another run; and rows of a mix have
-        # an age of their own, which must not make the rows stale that the run samples for the same groups.
-        is_initial = [mix is None and completion.policy_version == 0 for completion in group.completions]
-        versions = [0 if initial else None for initial in is_initial]
-        completions = map(as_trained, group.completions, [config.task] * len(versions), versions)
+    def with_own_versions(group: Group, _: np.ndarray) -> Group:
+        # Staleness counts this run's updates, and versions other than 0 count another run's updates. Rows of a mix get
+        # no version at all, so that old rows do not make the run's own rows in the same groups stale.
+        completions = []
+        for completion in group.completions:
+            is_initial = mix is None and completion.policy_version == 0
+            completions.append(as_trained(completion, config.task, 0 if is_initial else None))
         return group._replace(completions=tuple(completions))
 
     try:
-        everything = load_groups(store, policy)
+        all_groups = load_groups(store, policy)
         if experience.regrade:
-            everything = everything.graded(None)
-        pending = everything.sizes - everything.rewarded
-        waiting = everything.chosen(pending > 0)
-        whole = everything.chosen(pending == 0)
-        if not len(whole):
+            all_groups = all_groups.graded(None)
+        pending = all_groups.sizes - all_groups.rewarded
+        waiting = all_groups.chosen(pending > 0)
+        complete = all_groups.chosen(pending == 0)
+        if not len(complete):
             raise UserError(
-                problem=f"all {len(everything)} groups wait for rewards",
+                problem=f"all {len(all_groups)} groups wait for rewards",
                 remedy="add rewards with python -m recjax.feedback",
             )
-        if len(whole) < config.stored_groups:
+        if len(complete) < config.stored_groups:
             raise UserError(
                 problem=(
-                    f"{len(whole)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
+                    f"{len(complete)} groups have all their rewards ({len(waiting)} wait for some), fewer than the"
                     f" {config.stored_groups} that each batch takes from the store"
                 ),
                 remedy=f"add groups, or lower rollout.prompts_per_step = {rollout.prompts_per_step}",
             )
-        whole = whole.changed(of_this_run)
-        columns = whole.table[whole.places]
-        names = ("prompt_length", "completion_length", "row_length")
-        prompt, completion, row = (int(columns[name].max()) for name in names)
-        shape = Shape(rollout.prompts_per_step, int(whole.sizes.max()), prompt, completion)
+        complete = complete.changed(with_own_versions)
+        columns = complete.table[complete.places]
+        longest_prompt = int(columns["prompt_length"].max())
+        longest_completion = int(columns["completion_length"].max())
+        shape = Shape(rollout.prompts_per_step, int(complete.sizes.max()), longest_prompt, longest_completion)
         if columns["trajectories"].any():
-            shape = Shape(shape.rows, None, row - 1, row - 1)
-            if problem := config.algorithm.problem_with_trajectories():
+            # A row may be nearly all prompt or nearly all completion.
+            longest = int(columns["row_length"].max()) - 1
+            shape = Shape(shape.rows, None, longest, longest)
+            problem = config.algorithm.problem_with_trajectories()
+            if problem:
                 preset = config.algorithm.preset
                 raise UserError(problem=f"has trajectories, and algorithm.preset = {preset!r} {problem}")
     except UserError as error:
         raise UserError(key, str(error), value=store) from error
     algorithm = config.algorithm.build()
-    check_logprobs(whole, algorithm, rollout.sampling(), experience.missing_logprobs)
+    check_logprobs(complete, algorithm, rollout.sampling(), experience.missing_logprobs)
     if algorithm.score_centering and not mix:
-        check_top_tokens(whole)
-    logger.info("%s: %d groups of %d to %d rows to train on", store, len(whole), whole.sizes.min(), whole.sizes.max())
-    skipped = {"pending_groups": len(waiting), "pending_rows": int(pending.sum())}
-    skipped |= {"rows_beside_pending": int(waiting.sizes.sum() - pending.sum())}
+        check_top_tokens(complete)
+    sizes = complete.sizes
+    logger.info("%s: %d groups of %d to %d rows to train on", store, len(complete), sizes.min(), sizes.max())
+    pending_rows = int(pending.sum())
+    skipped = {
+        "pending_groups": len(waiting),
+        "pending_rows": pending_rows,
+        "rows_beside_pending": int(waiting.sizes.sum()) - pending_rows,
+    }
     if not experience.regrade:
-        _warn_of_little_to_compare(store, whole, config)
-        lacking = whole.store.rewards_without_parts() if algorithm.reads("reward_parts") else 0
+        _warn_of_little_to_compare(store, complete, config)
+        lacking = 0
+        if algorithm.reads("reward_parts"):
+            lacking = complete.store.rewards_without_parts()
         if lacking:
             raise UserError(
                 key,
@@ -106,7 +121,7 @@ def load_stored(config: Config, policy: Policy) -> Stored:
     if any(skipped.values()):
         counts = ", ".join(f"{count} {name}" for name, count in skipped.items())
         logger.warning("%s: skipped, because their groups wait for rewards: %s", store, counts)
-    return Stored(whole, shape, skipped, _digest(whole))
+    return Stored(complete, shape, skipped, _digest(complete))
 
 
 def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
@@ -120,7 +135,8 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
     store = experience.store if experience.mix is None else experience.mix.store
     assert store is not None
     groups = stored.groups.graded(grader)
-    if without := int(stored.groups.sizes.sum() - groups.sizes.sum()):
+    without = int(stored.groups.sizes.sum() - groups.sizes.sum())
+    if without:
         logger.warning("%s: skipped %d completions, to which the reward function gave no reward", store, without)
     if len(groups) < config.stored_groups:
         raise UserError(
@@ -134,7 +150,7 @@ def with_rewards(stored: Stored, grader: str, config: Config) -> Stored:
 
 
 def _digest(groups: StoredGroups) -> str:
-    """A digest of the groups by their first completions and sizes, and of the rewards of each by range and sum."""
+    """A digest of the groups: of their first completions and sizes, and of the range and the sum of their rewards."""
     digest = hashlib.sha256(groups.store.id.encode())
     for name in ("first", "size"):
         digest.update(groups.table[name][groups.places].tobytes())
@@ -147,23 +163,25 @@ def _warn_of_little_to_compare(store: str, groups: StoredGroups, config: Config)
     """Warns if groups with one completion cannot train the policy, or if sources have different scales of rewards."""
     sizes = groups.sizes
     ranges = groups.store.reward_ranges(groups.grader)
-    mix = config.experience and config.experience.mix
-    joined = mix and mix.of == "group"
-    alone = int((sizes == 1).sum())
-    if alone and not joined and config.algorithm.ignores_singletons():
+    mix = config.experience.mix if config.experience else None
+    joins_groups = mix is not None and mix.of == "group"
+    singletons = int((sizes == 1).sum())
+    if singletons and not joins_groups and config.algorithm.ignores_singletons():
         logger.warning(
             "%s: %d of %d groups have a single completion, from which %s learns nothing; set"
             " algorithm.advantage={singleton: reward}, or another advantage such as raw_reward",
             store,
-            alone,
+            singletons,
             len(sizes),
             config.algorithm.preset,
         )
     if len(ranges) < 2:
         return
-    lowest, highest = zip(*ranges.values(), strict=True)
+    lowest = [low for low, _ in ranges.values()]
+    highest = [high for _, high in ranges.values()]
     spread = max(highest) - min(lowest)
-    if max(max(highest) - min(highest), max(lowest) - min(lowest)) > spread / 3:
+    largest_difference = max(max(highest) - min(highest), max(lowest) - min(lowest))
+    if largest_difference > spread / 3:
         listed = ", ".join(f"{source} {low:g} to {high:g}" for source, (low, high) in ranges.items())
         logger.warning("%s: sources have different ranges of rewards, which recjax does not rescale: %s", store, listed)
 
@@ -178,41 +196,52 @@ def warn_of_other_weights(groups: Sequence[Group], task: TaskConfig, reward: Rew
         # Other programs' parts need not be complete, and failed completions have a reward of their own.
         if task_reward is None or LENGTH not in parts or grade.failure not in (None, "none"):
             continue
-        # The task's reward or an agent has given the parts.
-        choices = task_reward.weights, part_weights(task.of(name).reward_weights)
         assert grade.reward is not None
-        recorded = grade.reward
-        totals = [sum(weights.get(part_name, 1.0) * value for part_name, value in parts.items()) for weights in choices]
-        if all(abs(total - recorded) > 1e-4 * max(1.0, abs(total)) for total in totals):
+        # The parts are from the task's reward function or from an agent.
+        task_total = _weighted_sum(parts, task_reward.weights)
+        agent_total = _weighted_sum(parts, part_weights(task.of(name).reward_weights))
+        if _differ(grade.reward, task_total) and _differ(grade.reward, agent_total):
             logger.warning(
                 "completion %r has the reward %g, and its parts have the sum %g with this run's task.reward_weights,"
                 " which do not change stored rewards; set experience.regrade to compute them again",
                 completion.id,
                 grade.reward,
-                totals[0],
+                task_total,
             )
             return
 
 
-def check_prompts(groups: StoredGroups, of_problems: bool, store: str, prompts: Prompts) -> None:
+def _weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    return sum(weights.get(name, 1.0) * value for name, value in parts.items())
+
+
+def _differ(recorded: float, total: float) -> bool:
+    """True if rounding does not explain the difference of a recorded reward and a sum of parts."""
+    return abs(total - recorded) > 1e-4 * max(1.0, abs(total))
+
+
+def check_prompts(groups: StoredGroups, by_problem: bool, store: str, prompts: Prompts) -> None:
     """Logs the number of training prompts with stored completions, which join the groups of their prompts.
 
+    Args:
+        by_problem: see `stored_groups.content_of`.
     Raises:
         UserError: no training prompt has stored completions.
     """
-    of_task = [
-        signed_hash(content_of(Group("", tokens[mask], (), problem.prompt, problem.answer), of_problems))
-        for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True)
-    ]
-    if not (shared := int(np.isin(of_task, groups.contents(of_problems)).sum())):
+    task_contents = []
+    for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True):
+        group = Group("", tokens[mask], (), problem.prompt, problem.answer)
+        task_contents.append(signed_hash(content_of(group, by_problem)))
+    shared = int(np.isin(task_contents, groups.contents(by_problem)).sum())
+    if not shared:
         raise UserError(
             "experience.mix.store",
-            f"has no completions of the task's {len(of_task)} training prompts, and only rows with the same prompt"
-            " tokens join a group",
+            f"has no completions of the task's {len(task_contents)} training prompts, and only rows with the same"
+            " prompt tokens join a group",
             "add completions, or set experience.mix.of to batch",
             value=store,
         )
-    logger.info("%s: has completions of %d of %d training prompts", store, shared, len(of_task))
+    logger.info("%s: has completions of %d of %d training prompts", store, shared, len(task_contents))
 
 
 def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Completion:
@@ -228,5 +257,7 @@ def as_trained(row: Completion, task: TaskConfig, version: int | None) -> Comple
         own_task = task.of(row.metadata.get("task"))
         accurate = is_accurate(grade.reward_parts or {}, grade.reward, own_task.success, own_task.verdict)
         assert not isinstance(accurate, np.ndarray)
-    runs = row.version_runs if version == row.policy_version else ()
+    runs = ()
+    if version == row.policy_version:
+        runs = row.version_runs
     return row._replace(grade=grade._replace(accurate=accurate), policy_version=version, version_runs=runs)

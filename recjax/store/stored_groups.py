@@ -17,7 +17,7 @@ import transformers
 from recjax import __version__
 from recjax.errors import UserError
 from recjax.experience.group import Completion, Grade, Group
-from recjax.experience.records import groups_of, signed_hash
+from recjax.experience.records import Record, groups_of, signed_hash
 from recjax.hub.chat_rendering import turn_end
 from recjax.hub.policy import Policy
 from recjax.runtime import hosts
@@ -35,12 +35,13 @@ _TOKENIZE_TOGETHER = 4096  # completions to tokenize at a time
 
 logger = logging.getLogger(__name__)
 
-Change = Callable[[Group, np.ndarray], Group]  # a group, and the numbers of its completions → the changed group
+# A function from a group and the numbers of its completions to the changed group.
+Change = Callable[[Group, np.ndarray], Group]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredGroups(Sequence[Group]):
-    """A sequence of some or all groups of a store; holds a few numbers of each group, and reads groups on demand.
+    """A sequence of some or all groups of a store. It has a few numbers of each group, and reads groups on demand.
 
     Attributes:
         store: the store.
@@ -120,74 +121,98 @@ class StoredGroups(Sequence[Group]):
     @property
     def sizes(self) -> np.ndarray:
         """The number of completions in each group."""
-        return self.rewarded if self.are_graded else self.table["size"][self.places]
+        if self.are_graded:
+            return self.rewarded
+        return self.table["size"][self.places]
 
     @property
     def rewarded(self) -> np.ndarray:
         """The number of completions with a reward in each group."""
-        return self.table["size"][self.places] if self.rewards is None else self.rewards["rewarded"][self.places]
+        if self.rewards is None:
+            return self.table["size"][self.places]
+        return self.rewards["rewarded"][self.places]
 
-    def contents(self, of_problems: bool) -> np.ndarray:
+    def contents(self, by_problem: bool) -> np.ndarray:
         """The checksum of each group's `content_of`."""
-        return self.table["problem" if of_problems else "prompt"][self.places]
+        column = "problem" if by_problem else "prompt"
+        return self.table[column][self.places]
 
     def _read(self, places: np.ndarray) -> list[tuple[Group, np.ndarray]]:
-        """Groups by their places in the table, each with the numbers of its completions."""
+        """Reads groups by their places in the table; returns each with the numbers of its completions."""
         groups = []
         firsts = self.table["first"][places]
-        members = self.store.read_groups(firsts, self.last, None if self.rewards is None else self.grader)
-        for place, of_group in zip(places.tolist(), members, strict=True):
-            if len(of_group) != self.table["size"][place]:
+        grader = None if self.rewards is None else self.grader
+        members = self.store.read_groups(firsts, self.last, grader)
+        for place, records in zip(places.tolist(), members, strict=True):
+            if len(records) != self.table["size"][place]:
                 first = self.table["first"][place]
                 raise UserError(
                     self.store.contents.name, f"completions of the group of number {first} are gone", RESTORE
                 )
-            rewarded = [record for record in of_group if (record.completion.grade or Grade(None)).reward is not None]
+            rewarded = [record for record in records if _has_reward(record)]
             if self.rewards is not None and len(rewarded) < self.rewards["rewarded"][place]:
                 raise UserError(
                     self.store.name,
-                    f"is damaged: a completion of group {of_group[0].group.id!r} has lost its reward",
+                    f"is damaged: a completion of group {records[0].group.id!r} has lost its reward",
                     RESTORE,
                 )
-            (group,) = groups_of(rewarded if self.are_graded else of_group)
+            if self.are_graded:
+                records = rewarded
+            (group,) = groups_of(records)
             if self.rewards is None:
                 completions = tuple(completion._replace(grade=Grade(0.0)) for completion in group.completions)
                 group = group._replace(completions=completions)
-            numbers = np.array([record.number for record in (rewarded if self.are_graded else of_group)])
+            numbers = np.array([record.number for record in records])
             for change in self.changes:
                 group = change(group, numbers)
             groups.append((group, numbers))
         return groups
 
 
-def content_of(group: Group, of_problems: bool) -> bytes:
-    """The prompt's tokens, or prompt and answer of the problem, whose checksum `StoredGroups.contents` has."""
-    return problem_text(group.prompt, group.answer).encode() if of_problems else group.prompt_tokens.tobytes()
+def _has_reward(record: Record) -> bool:
+    grade = record.completion.grade
+    return grade is not None and grade.reward is not None
+
+
+def content_of(group: Group, by_problem: bool) -> bytes:
+    """The bytes by which groups are compared; `StoredGroups.contents` has their checksum.
+
+    Args:
+        by_problem: True for prompt and answer of the problem, as agents make prompts of their own; False for the
+            prompt's tokens.
+    """
+    if by_problem:
+        return problem_text(group.prompt, group.answer).encode()
+    return group.prompt_tokens.tobytes()
 
 
 class ByPrompt:
     """The rewarded completions of all groups with the same prompt, read on demand."""
 
-    def __init__(self, groups: StoredGroups, of_problems: bool = False):
+    def __init__(self, groups: StoredGroups, by_problem: bool = False):
         """Sorts the groups by prompt without reading any group.
 
         Args:
-            of_problems: True to compare prompt and answer of the problem, as agents make prompts of their own; False to
-                compare the prompts' tokens.
+            by_problem: see `content_of`.
         """
-        self._of_problems = of_problems
-        keys = groups.contents(of_problems)
+        self._by_problem = by_problem
+        keys = groups.contents(by_problem)
+        self._groups = groups
         self._order = np.argsort(keys, kind="stable")
-        self._groups, self._keys = groups, keys[self._order]
+        self._keys = keys[self._order]
 
     def get(self, group: Group) -> list[Completion]:
         """The completions of all groups with the prompt of a group, and its seat; empty if no completion has them."""
-        content = content_of(group, self._of_problems)
-        of_problems = self._of_problems
-        ends = (np.searchsorted(self._keys, signed_hash(content), side=side) for side in ("left", "right"))
-        groups = self._groups.chosen(self._order[slice(*ends)])
-        groups = [other for other in groups if content_of(other, of_problems) == content and other.seat == group.seat]
-        return [completion for other in groups for completion in other.completions if completion.grade]
+        content = content_of(group, self._by_problem)
+        key = signed_hash(content)
+        start = np.searchsorted(self._keys, key, side="left")
+        end = np.searchsorted(self._keys, key, side="right")
+        completions = []
+        for other in self._groups.chosen(self._order[start:end]):
+            # Different contents may have the same checksum.
+            if content_of(other, self._by_problem) == content and other.seat == group.seat:
+                completions += [completion for completion in other.completions if completion.grade is not None]
+        return completions
 
 
 def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
@@ -209,7 +234,7 @@ def load_groups(place: str | Path, policy: Policy) -> StoredGroups:
     groups = StoredGroups(store, last, table, None, np.arange(len(table), dtype=np.int32))
     groups = dataclasses.replace(groups, rewards=groups.rewards_of(GIVEN))
     for _ in groups.chosen(table["prompt"] != table["other_prompt"]):
-        pass  # reading a group with two prompts raises an error that names its completions
+        pass  # To read a group with two prompts raises an error that names its completions.
     return groups
 
 
@@ -225,16 +250,18 @@ def _with_tokens(store: Store, policy: Policy, last: Last) -> Store:
     versions = [__version__, VERSION, transformers.__version__, tokenizers.__version__]
     # Everything that determines how texts are tokenized, and how many completions were deleted.
     made_by = [files, policy.stop_ids[:1], turn_end(policy.tokenizer), policy.vocabulary, versions]
-    made_of = [store.id, last.completion - last.completions, made_by]
-    path = cache_folder("experience") / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.db"
+    content = json.dumps([store.id, last.completion - last.completions, made_by])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:32]
+    path = cache_folder("experience") / f"{digest}.db"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    # If several processes open the same store, one makes the copy and the rest wait.
+    # If several processes open the same store, one makes the copy and the others wait.
     with locked_file(Path(f"{path}.lock")):
         try:
             return _tokenize_into(Store(path, create=True), store, policy, last)
         except UserError as error:
-            if "is damaged" not in str(error) or str(path) not in str(error):
+            is_damaged_copy = "is damaged" in str(error) and str(path) in str(error)
+            if not is_damaged_copy:
                 raise
             logger.warning("the cached copy of a store: %s; recjax makes it again", error)
             for file in path.parent.glob(f"{path.name}*"):
@@ -244,10 +271,13 @@ def _with_tokens(store: Store, policy: Policy, last: Last) -> Store:
 
 
 def _tokenize_into(copy: Store, store: Store, policy: Policy, last: Last) -> Store:
-    """Adds the completions that a copy lacks to it, with tokens; returns the copy."""
+    """Adds the completions with later numbers to a copy, with tokens; returns the copy."""
     done = copy.last().completion
     end = last.completion
-    if done > end or (done and copy.read([done], None)[0].completion.id != store.read([done], None)[0].completion.id):
+    is_ahead = done > end
+    if done and not is_ahead:
+        is_ahead = _id_of(copy, done) != _id_of(store, done)
+    if is_ahead:
         raise UserError(copy.name, "is damaged: the store has gone back to an earlier state since the copy was made")
     untokenized = store.records(done, end, grader=None)
     shown = hosts.is_first() and end - done > SMALL
@@ -256,3 +286,9 @@ def _tokenize_into(copy: Store, store: Store, policy: Policy, last: Last) -> Sto
             copy.append(tokenized(records, policy), numbers=[record.number for record in records])
             bar.update(len(records))
     return copy
+
+
+def _id_of(store: Store, number: int) -> str:
+    """The id of the completion with a number."""
+    (record,) = store.read([number], None)
+    return record.completion.id

@@ -1,6 +1,5 @@
 """Tokenizes the texts of a store's completions for a policy."""
 
-import contextlib
 import hashlib
 import json
 import weakref
@@ -11,22 +10,24 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recjax.errors import UserError
-from recjax.experience.group import Row
+from recjax.experience.group import Completion, Row
 from recjax.experience.records import CHAT_TEMPLATE, PROMPT_LEFT_OUT, Record
 from recjax.hub.chat_rendering import render_chats, turn_end
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import check_embedded, encode_after, encode_prompts
 from recjax.tasks.problems import check_last_message
 
-# A large vocabulary takes half a second, and a follower asks for each completion.
+# The size and the name of each vocabulary. To name a large one takes half a second, and a follower asks for it for each
+# completion.
 _names: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = weakref.WeakKeyDictionary()
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
     """A name that identifies a vocabulary: a digest of every token and its id."""
     size, name = _names.get(tokenizer, (None, ""))
-    if size != len(tokenizer):  # added tokens make another vocabulary
-        name = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+    if size != len(tokenizer):  # Added tokens make a different vocabulary.
+        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+        name = hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
         _names[tokenizer] = len(tokenizer), name
     return name
 
@@ -45,33 +46,24 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
             chat that the tokenizer's template rejects.
     """
     name = tokenizer_name(policy.tokenizer)
-    prompts = {}
-    done = []
-    begin = ""
+    chat_space = ""
     if any(not record.completion.rows and _is_chat(record) for record in records):
-        # The whitespace that the chat template writes between a rendered prompt and the reply, as in Llama 2.
-        opening = [{"role": "user", "content": "hello"}]
-        reply = {"role": "assistant", "content": "recjax-reply"}
-        with contextlib.suppress(UserError):
-            prompt, chat = render_chats(policy.tokenizer, [opening, [*opening, reply, *opening]])
-            space, text_of_reply, _ = chat.removeprefix(prompt).partition(reply["content"])
-            begin = space if text_of_reply and chat.startswith(prompt) and not space.strip() else ""
-    # All completions of a group have the same prompt, so render each chat only once.
-    to_render = {_chat_of(record): record for record in records if _lacks_prompt(record) and _is_chat(record)}
-    chats: list[Any] = [record.group.prompt for record in to_render.values()]
-    variables = [chat_template_of(record) for record in to_render.values()]
-    texts = render_chats(policy.tokenizer, chats, variables=variables) if to_render else []
-    rendered = dict(zip(to_render, texts, strict=True))
+        chat_space = _space_before_reply(policy.tokenizer)
+    rendered = _rendered(records, policy.tokenizer)
+    # The tokens of each prompt; all completions of a group have the same one.
+    prompts: dict[tuple[str, bool], np.ndarray] = {}
+    done = []
     for record in records:
         group = record.group
         completion = record.completion
-        row_name = f"row {completion.id!r} of source {completion.source!r}"
+        row_name = _row_name(completion)
         if record.tokenizer not in (None, name):
             raise UserError(
                 row_name,
                 f"has tokens of another vocabulary ({record.tokenizer}) than this policy's ({name})",
                 "train the model with that vocabulary, or import the texts without tokens",
             )
+        is_chat = _is_chat(record)
         rows = completion.rows
         prompt_tokens = group.prompt_tokens
         if _lacks_prompt(record):
@@ -82,28 +74,55 @@ def tokenized(records: Sequence[Record], policy: Policy) -> list[Record]:
                     "remove the row, and record prompts",
                 )
             check_last_message(group.prompt, row_name)
-            text = rendered[_chat_of(record)] if _is_chat(record) else str(group.prompt)
-            if (text, _is_chat(record)) not in prompts:
+            text = rendered[_chat_of(record)] if is_chat else str(group.prompt)
+            if (text, is_chat) not in prompts:
                 try:
-                    (ids,) = encode_prompts(policy.tokenizer, [text], rendered=_is_chat(record))
+                    (ids,) = encode_prompts(policy.tokenizer, [text], rendered=is_chat)
                 except UserError as error:
                     raise error.within(row_name) from error
-                prompts[text, _is_chat(record)] = np.array(ids, np.int32)
-            prompt_tokens = prompts[text, _is_chat(record)]
+                prompts[text, is_chat] = np.array(ids, np.int32)
+            prompt_tokens = prompts[text, is_chat]
             rows = tuple(row._replace(prompt_tokens=prompt_tokens) for row in rows)
         if not rows:
-            is_whole = not _is_chat(record) or completion.text.startswith(begin)
-            tokens = _completion_tokens(
-                record, prompt_tokens, policy, completion.text if is_whole else begin + completion.text
-            )
+            reply = completion.text
+            if is_chat and not reply.startswith(chat_space):
+                reply = chat_space + reply
+            tokens = _completion_tokens(record, prompt_tokens, policy, reply)
             rows = (Row(prompt_tokens, tokens, np.ones(len(tokens), bool), None),)
         for row in rows:
-            for column, tokens in (("prompt_tokens", row.prompt_tokens), ("completion_tokens", row.tokens)):
-                check_embedded(policy.tokenizer, tokens, policy.vocabulary, f"{row_name}: {column}")
+            check_embedded(policy.tokenizer, row.prompt_tokens, policy.vocabulary, f"{row_name}: prompt_tokens")
+            check_embedded(policy.tokenizer, row.tokens, policy.vocabulary, f"{row_name}: completion_tokens")
         completions = (completion._replace(rows=rows),)
         group = group._replace(prompt_tokens=prompt_tokens, completions=completions)
         done.append(record._replace(group=group, tokenizer=name))
     return done
+
+
+def _space_before_reply(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The whitespace that a chat template writes between a rendered prompt and the reply, as in Llama 2."""
+    prompt = [{"role": "user", "content": "hello"}]
+    reply = {"role": "assistant", "content": "recjax-reply"}
+    try:
+        prompt_text, chat_text = render_chats(tokenizer, [prompt, [*prompt, reply, *prompt]])
+    except UserError:
+        return ""
+    if not chat_text.startswith(prompt_text):
+        return ""
+    space, reply_text, _ = chat_text.removeprefix(prompt_text).partition(reply["content"])
+    if not reply_text or space.strip():
+        return ""
+    return space
+
+
+def _rendered(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """The texts of chats whose prompts have no tokens, by `_chat_of`; each chat is rendered only once."""
+    to_render = {_chat_of(record): record for record in records if _is_chat(record) and _lacks_prompt(record)}
+    if not to_render:
+        return {}
+    chats: list[Any] = [record.group.prompt for record in to_render.values()]
+    variables = [chat_template_of(record) for record in to_render.values()]
+    texts = render_chats(tokenizer, chats, variables=variables)
+    return dict(zip(to_render, texts, strict=True))
 
 
 def chat_template_of(record: Record) -> dict[str, Any]:
@@ -117,27 +136,39 @@ def _is_chat(record: Record) -> bool:
 
 
 def _lacks_prompt(record: Record) -> bool:
+    """True unless the group or each row has tokens of the prompt."""
+    if len(record.group.prompt_tokens):
+        return False
     rows = record.completion.rows
-    return not len(record.group.prompt_tokens) and not (rows and all(len(row.prompt_tokens) for row in rows))
+    return not rows or any(not len(row.prompt_tokens) for row in rows)
+
+
+def _row_name(completion: Completion) -> str:
+    return f"row {completion.id!r} of source {completion.source!r}"
 
 
 def _chat_of(record: Record) -> str:
+    """A text that identifies a chat and its template variables."""
     return json.dumps([record.group.prompt, chat_template_of(record)])
 
 
 def _completion_tokens(record: Record, prompt: np.ndarray, policy: Policy, text: str) -> np.ndarray:
+    """The tokens of a completion's text after its prompt, with an end token unless it is truncated."""
     completion = record.completion
-    row_name = f"row {completion.id!r} of source {completion.source!r}"
     try:
-        tokens = encode_after(policy.tokenizer, prompt, text)
+        tokens = list(encode_after(policy.tokenizer, prompt, text))
     except UserError as error:
         raise UserError(
-            row_name,
+            _row_name(completion),
             f"completion {completion.text!r:.80} has text outside the policy's vocabulary",
             "remove the row, or train a model with a larger vocabulary",
         ) from error
-    end = turn_end(policy.tokenizer) if _is_chat(record) else None
-    tokens = [*tokens, *([] if completion.truncated else policy.stop_ids[:1] if end is None else [end])]
+    if not completion.truncated:
+        chat_end = turn_end(policy.tokenizer) if _is_chat(record) else None
+        if chat_end is None:
+            tokens += policy.stop_ids[:1]
+        else:
+            tokens.append(chat_end)
     if not tokens:
-        raise UserError(row_name, "the completion was cut off before its first token")
+        raise UserError(_row_name(completion), "the completion was cut off before its first token")
     return np.array(tokens, np.int32)

@@ -94,7 +94,7 @@ def test_every_completion_goes_once_or_is_counted(sizes, deadline, longest, offs
         assert left == Counter(used_up=len(gone), batches=23)
 
 
-def test_a_group_goes_when_whole_in_the_order_it_came():
+def test_complete_groups_become_ready_in_order_of_arrival():
     how, groups = settings_with(), [make_group(0, (0.0, 5.0)), make_group(1, (2.0,)), make_group(2, (3.0,))]
     due = ((1, 9), (3,), (3,))
     queue = Queue(1, waiting=tuple(Waiting(*one, 1) for one in zip(groups, due, strict=True)))
@@ -106,7 +106,7 @@ def test_a_group_goes_when_whole_in_the_order_it_came():
     assert not queue.waiting
 
 
-def test_at_the_deadline_a_group_goes_without_the_completions_that_wait():
+def test_groups_leave_pending_completions_at_the_deadline():
     how, groups = settings_with(deadline=3), [make_group(0, (1.0, 2.0, 3.0)), make_group(1)]
     due = ((8, 5, 99), (99, 99))
     queue = Queue(6, waiting=tuple(Waiting(*one, 4) for one in zip(groups, due, strict=True)))
@@ -123,7 +123,7 @@ def test_at_the_deadline_a_group_goes_without_the_completions_that_wait():
     assert last.counts["rewards_too_late"] == 4 and not last.waiting and last.ready == goes.ready
 
 
-def test_a_batch_has_as_many_grades_as_completions_without_one():
+def test_the_number_of_grades_must_match_ungraded_completions():
     whole = make_group(0, (0.0, 1.0, 2.0))
     first, *_ = whole.completions
     half = ungraded(whole)._replace(completions=(first, *ungraded(whole).completions[1:]))
@@ -134,7 +134,7 @@ def test_a_batch_has_as_many_grades_as_completions_without_one():
             wait_for_grades(put(Queue(1), Arrival([half], wrong, 1), 0, settings_with()))
 
 
-def test_grades_are_waited_for_only_where_one_is_due_and_in_order():
+def test_only_due_grades_are_awaited_in_order():
     how, groups = settings_with(shortest=2, longest=2), [make_group(0), make_group(1)]
     futures = [Future(), Future()]
     queue = put(Queue(1), Arrival([ungraded(groups[0])], futures[0], 1), 0, how)
@@ -179,7 +179,7 @@ def test_others_completions_keep_their_rewards():
     assert [[grade.reward for grade in grades(one)] for one in groups] == [[0.0, 1.0, 9.0]]
 
 
-def test_completions_that_could_not_be_graded_are_counted_when_delivered():
+def test_ungraded_completions_are_counted_at_delivery():
     how, group = settings_with(), make_group(0, (0.0, 0.0, 0.0))
     failed = [Grade(0.0, None, False, failure) for failure in ("none", "timeout", "timeout")]
     queue = a_round(put(Queue(1), Arrival([ungraded(group)], failed, 1), 0, how), 1, how)
@@ -198,7 +198,7 @@ def test_completions_whose_reward_is_none_leave_and_are_counted():
     assert queue.counts == expected
 
 
-def test_the_oldest_weights_go_first_where_batches_come_in_any_order():
+def test_groups_with_the_oldest_weights_go_first():
     groups = [make_group(number, version=version) for number, version in enumerate((3, 1, None, 1))]
     for oldest_first, expected in ((False, [0, 1, 2]), (True, [2, 1, 3])):
         how = settings_with(oldest_first=oldest_first)
@@ -242,7 +242,7 @@ def cut(group, which):
     return group._replace(completions=tuple(one._replace(truncated=truncated) for one, truncated in completions))
 
 
-def test_agents_that_failed_before_their_first_reply_are_no_signal():
+def test_agents_without_a_reply_give_no_signal():
     group = failed(make_group(0, (1.0, 1.0, -1.0)), (False, False, True))
     for task in (TaskConfig(), MASKED, PENALISED):
         assert not Judge(task).has_signal(group) and len(Judge(task).seen(group).completions) == 2
@@ -251,7 +251,7 @@ def test_agents_that_failed_before_their_first_reply_are_no_signal():
 
 @pytest.mark.parametrize(("rewards", "truncated", "task", "signal"), SIGNALS)
 @pytest.mark.parametrize("replays", [False, True], ids=["refill", "replay"])
-def test_the_signal_of_a_group_is_of_the_rewards_that_an_update_sees(rewards, truncated, task, signal, replays):
+def test_the_signal_reads_rewards_as_the_update_does(rewards, truncated, task, signal, replays):
     group = cut(make_group(0, rewards), truncated)
     limits = ReplayConfig(capacity=9, max_reuse=1, keep_no_signal=False)
     how = settings_with()._replace(limits=limits, replay=replays, judge=Judge(task))
@@ -262,7 +262,7 @@ def test_the_signal_of_a_group_is_of_the_rewards_that_an_update_sees(rewards, tr
         assert same_groups(queue.ready[0].group, group)
 
 
-def test_the_priority_of_a_group_is_of_the_rewards_that_an_update_sees():
+def test_priorities_read_rewards_as_the_update_does():
     wide, narrow, which = make_group(0, (0.0, 1.0, 0.0)), make_group(1, (0.4, 0.5)), (False, True, False)
     cases = [(cut, TaskConfig(), [0, 1]), (cut, MASKED, [1]), (failed, TaskConfig(), [1])]
     for (change, task, first), priority in itertools.product(cases, ("reward_spread", "absolute_advantage")):
@@ -299,7 +299,7 @@ def test_priorities_read_the_parts_and_turns_that_advantages_read():
     ] * 3
 
 
-def test_parts_and_turns_of_a_reward_are_a_signal_where_an_algorithm_reads_them():
+def test_parts_and_turns_signal_if_algorithms_read_them():
     parts = [Grade(1.0, {"right": 1.0, "form": 0.0}), Grade(1.0, {"right": 0.0, "form": 1.0})]
     group = make_group(0, (1.0, 1.0))
     by_part = group._replace(

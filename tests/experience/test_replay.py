@@ -92,7 +92,7 @@ def test_limits_hold_and_every_group_is_accounted_for(steps, limits, seed):
 
 @given(steps=STEPS, limits=LIMITS, seed=st.integers(0, 9), reopen=st.sets(st.integers(1, 12)))
 @settings(max_examples=30, deadline=None)
-def test_stored_and_opened_anywhere_it_goes_on_as_it_would_have(steps, limits, seed, reopen):
+def test_a_reopened_queue_continues_as_without_interruption(steps, limits, seed, reopen):
     straight, resumed = (list(played(steps, limits, seed, where)) for where in ((), reopen))
     for (_, _, one, chosen), (_, _, other, chosen_again) in zip(straight, resumed, strict=True):
         assert one.counts == other.counts
@@ -101,7 +101,7 @@ def test_stored_and_opened_anywhere_it_goes_on_as_it_would_have(steps, limits, s
         assert all(map(same_groups, chosen, chosen_again))
 
 
-def test_groups_of_the_buffer_only_replace_groups_without_a_signal(monkeypatch):
+def test_replayed_groups_replace_only_groups_without_a_signal(monkeypatch):
     limits = ReplayConfig(max_reuse=3)
     plain = replaying
     replacing = lambda limits: plain(limits)._replace(replaces=True)  # noqa: E731
@@ -148,7 +148,7 @@ def test_groups_are_taken_in_proportion():
     np.testing.assert_allclose(often, [4 / 7, 3 / 7], atol=0.08)
 
 
-def test_groups_of_priority_zero_come_when_there_is_no_other():
+def test_groups_with_priority_zero_come_last():
     limits = ReplayConfig(priority="reward_spread", keep_no_signal=True)
     groups = [make_group(0, (1, 1)), make_group(1), make_group(2, (1, 1))]
     assert taken_often(limits, groups, times=20) == [0, 1, 0]

@@ -30,9 +30,9 @@ def made(tmp_path):
     path.write_text(TINY)
 
     def make(template, room, *options, problems=PROBLEMS):
-        of_teacher = ["model.teacher=policy", f"task.teacher_template={json.dumps(template)}"]
-        of_teacher += [f"task.teacher_tokens={room}", "algorithm.teacher_divergence.coefficient=0.1", *options]
-        return TeacherPrompts(load_config(path, ["output=x", *of_teacher]), POLICY, problems)
+        teacher_options = ["model.teacher=policy", f"task.teacher_template={json.dumps(template)}"]
+        teacher_options += [f"task.teacher_tokens={room}", "algorithm.teacher_divergence.coefficient=0.1", *options]
+        return TeacherPrompts(load_config(path, ["output=x", *teacher_options]), POLICY, problems)
 
     return make
 
@@ -53,7 +53,9 @@ def group(name, prompt, answer, *rewarded):
 def prompts_in(prompts, groups, size=4):
     """The teacher's prompt of each row of the padded batch as text; None without a teacher."""
     batch = prompts(pad(groups, Shape(len(groups) + 1, size, 3, 2)), groups)
-    assert batch.teacher_prompts.shape == batch.teacher_prompt_mask.shape == (size * len(groups) + size, prompts._room)
+    assert (
+        batch.teacher_prompts.shape == batch.teacher_prompt_mask.shape == (size * len(groups) + size, prompts._capacity)
+    )
     pairs = zip(batch.teacher_prompts, batch.teacher_prompt_mask, strict=True)
     return [TOKENIZER.decode(tokens[mask]) if mask.any() else None for tokens, mask in pairs]
 
@@ -119,11 +121,11 @@ def test_a_chat_keeps_its_other_messages_and_variables(made, monkeypatch):
     chat = [{"role": "system", "content": "add"}, *earlier, {"role": "user", "content": "1+2="}]
     prompts = made("{answer};{prompt}", 9, problems=[Problem(chat, "3", template={"thinking": True})])
     assert prompts_in(prompts, [group("a", chat, "3", ("4", 0.0))])[0] == "3;1+2="
-    of_teacher = [*chat[:3], {"role": "user", "content": "3;1+2="}]
-    assert seen == [(of_teacher, {"thinking": True})] * 2 and chat[3]["content"] == "1+2="
+    taught_chat = [*chat[:3], {"role": "user", "content": "3;1+2="}]
+    assert seen == [(taught_chat, {"thinking": True})] * 2 and chat[3]["content"] == "1+2="
 
 
-def test_prompts_that_are_too_long_are_refused_before_the_run_and_skipped_in_it(made, caplog):
+def test_too_long_prompts_are_refused_early_and_skipped_later(made, caplog):
     with pytest.raises(
         ValueError, match=r"task.teacher_tokens = 6: the teacher's prompt '18;9\+9=' needs 7 tokens; raise"
     ):
@@ -145,7 +147,7 @@ def test_prompts_that_are_too_long_are_refused_before_the_run_and_skipped_in_it(
         prompts_in(prompts, [wrong])
 
 
-def test_a_batch_with_a_teachers_prompts_is_not_packed_by_default(tmp_path):
+def test_teacher_prompts_turn_off_packing_by_default(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     taught = ["model.teacher=policy", "task.teacher_template={answer}{prompt}", "task.teacher_tokens=9"]

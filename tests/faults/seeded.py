@@ -229,8 +229,8 @@ FAULTS = {
     "queue-deadline-off-by-one": Fault(
         "a group waits one round longer than its deadline",
         "recjax/experience/queue.py",
-        "waited >= settings.late.deadline",
-        "waited > settings.late.deadline",
+        "waited < settings.late.deadline",
+        "waited <= settings.late.deadline",
         (_QUEUE,),
     ),
     "queue-reward-to-wrong-completion": Fault(
@@ -250,16 +250,16 @@ FAULTS = {
     "queue-late-rewards-not-counted": Fault(
         "rewards that arrive after their group has left are not counted",
         "recjax/experience/queue.py",
-        '"rewards_too_late" if entry.round is None else "rows_without_reward"',
-        '"rows_without_reward"',
+        'counts["rewards_too_late"] += 1',
+        'counts["rows_without_reward"] += 1',
         (_QUEUE,),
     ),
     # --- Replay.
     "replay-counts-every-use": Fault(
         "each step counts as a use of every group in the buffer, also of groups it did not take",
         "recjax/experience/queue.py",
-        "used=entry.used + (index in chosen)",
-        "used=entry.used + 1",
+        "for index in taken:",
+        "for index in range(len(used)):",
         (_REPLAY,),
     ),
     "replay-staleness-off-by-one": Fault(
@@ -279,8 +279,8 @@ FAULTS = {
     "replay-beside-new-groups": Fault(
         "with refill and replay, a trained group takes a place although there are enough new ones",
         "recjax/experience/queue.py",
-        "if settings.replaces and not entry.used][:count]",
-        "if settings.replaces and entry.used][:count]",
+        "if not entry.used][:count]",
+        "if entry.used][:count]",
         (_REPLAY,),
     ),
     # --- Checkpoint and resume.
@@ -301,8 +301,8 @@ FAULTS = {
     "checkpoint-repeats-batch": Fault(
         "a resumed run samples the last batch before the checkpoint again",
         "recjax/experience/queue.py",
-        'Counter(plain["counts"]), plain',
-        'Counter(plain["counts"]) - Counter(batches=1), plain',
+        'counts=Counter(plain["counts"]),',
+        'counts=Counter(plain["counts"]) - Counter(batches=1),',
         (f"{_RESUME}[on policy]",),
     ),
     "checkpoint-keeps-oldest": Fault(
@@ -339,9 +339,9 @@ FAULTS = {
     "resume-fills-in-log-probs-again": Fault(
         "a resumed run fills in the log-probs of others' completions again, with the weights of its checkpoint",
         "recjax/experience/records.py",
-        "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
+        "        record = record_of(row, grade)\n        group = groups.setdefault(",
         '        row["behavior_logprobs"] = None if row["source"] == "expert" else row["behavior_logprobs"]\n'
-        "        record = record_of(row, grade and Grade.from_json(grade))\n        group = groups.setdefault(",
+        "        record = record_of(row, grade)\n        group = groups.setdefault(",
         (f"{_RESUME}[real weights, late, replay, mix of texts, interval]",),
         "slow",
     ),
@@ -364,8 +364,8 @@ FAULTS = {
     "following-takes-again": Fault(
         "a resumed run trains again on a completion of a followed store",
         "recjax/store/following.py",
-        'else self._resumed.get("read", 0)',
-        "else 0",
+        'ranges.append((self._resumed.get("read", 0), last.completion))',
+        "ranges.append((0, last.completion))",
         ("tests/store/test_following.py",),
     ),
     # --- Engine.
@@ -533,27 +533,27 @@ FAULTS = {
         "recjax/store/feedback.py",
         "if earlier is not None and earlier[0] != grade:",
         "if False:",
-        ("tests/store/test_feedback.py::test_the_same_reward_again_is_no_error_and_another_is",),
+        ("tests/store/test_feedback.py::test_equal_rewards_are_accepted_and_different_ones_refused",),
     ),
     "sources-logprobs-computed-again": Fault(
         "log-probs that a store has are replaced by those of the current policy",
         "recjax/store/missing_logprobs.py",
         "                if _lacks_logprobs(completion):\n",
         "                if True:\n",
-        ("tests/store/test_missing_logprobs.py::test_recomputed_log_probs_are_the_policys_and_known_ones_stay",),
+        ("tests/store/test_missing_logprobs.py::test_only_missing_log_probs_are_recomputed",),
     ),
     "exchange-loses-turn-rewards": Fault(
         "an exported store lacks the rewards of single turns",
         "recjax/store/exchange.py",
-        '"turn_rewards": grade.turns or None',
-        '"turn_rewards": None',
+        'row["turn_rewards"] = grade.turns or None',
+        'row["turn_rewards"] = None',
         ("tests/test_import_experience.py::test_an_export_is_the_same_store_again",),
     ),
     "import-ignores-source-column": Fault(
         "all rows of an imported file have the file's name as their source",
         "recjax/store/foreign.py",
-        'source=source if row.columns.source is None else _label(row, "source")',
-        "source=source",
+        'source = _label(row, "source")',
+        "pass",
         ("tests/test_import_experience.py::test_a_column_says_who_wrote_each_row",),
     ),
     # --- Hub.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recjax.algorithms.regularizers import teacher_divergence
-from recjax.experience.group import has_sets, sets_from_lists, sets_to_lists, top_from_lists, top_to_lists
+from recjax.experience.recorded import has_sets, sets_from_lists, sets_to_lists, top_from_lists, top_to_lists
 from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import (

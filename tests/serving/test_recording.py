@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
-from recjax.experience.group import Grade, has_sets, sets_to_lists, top_to_lists, turn_rewards
+from recjax.experience.group import Grade, turn_rewards
+from recjax.experience.recorded import has_sets, sets_to_lists, top_to_lists
 from recjax.experience.records import PROMPT_LEFT_OUT
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.rollout.requests import Sampled

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sql
 
-from recjax.experience import group
+from recjax.experience import recorded
 from recjax.experience.group import Grade
 from recjax.store import database, store
 from recjax.store.feedback import give_rewards
@@ -71,7 +71,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_a_damaged_index_gives_no_reward_and_is_made_again(db, name):
+def test_a_damaged_index_is_refused_and_rebuilt(db, name):
     index, changes, entry = INDEXES[name]
     ((column, value),) = entry.items()
     append(db, PENDING)
@@ -109,7 +109,7 @@ def test_the_command_checks_the_indexes_and_makes_them_again(db):
         assert done.returncode == 0 and "pending rows" in done.stdout, done.stderr
 
 
-def test_a_lost_turn_is_noticed_and_a_row_of_another_server_too(db):
+def test_lost_turns_and_changed_servers_are_detected(db):
     with Store(db, create=True) as opened:
         opened.change([Change(turns=[("s", "one"), ("s", "two")])])
     for change in ("delete from session_turns where number = 2", "update session_turns set server = 'b'"):
@@ -120,7 +120,7 @@ def test_a_lost_turn_is_noticed_and_a_row_of_another_server_too(db):
 
 
 @pytest.mark.slow
-def test_flipped_bits_of_all_kinds_of_pages_are_noticed_or_harmless(db):
+def test_flipped_bits_in_any_page_are_detected_or_harmless(db):
     make_every_kind_of_page(db)
     with contextlib.closing(sqlite3.connect(db)) as opened:
         roots = [[page] for (page,) in opened.execute("select rootpage from sqlite_master where rootpage > 0")]
@@ -169,7 +169,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("create", [False, True])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_database_is_refused_and_stays_as_it_is(db, name, create):
+def test_a_foreign_database_is_refused_and_unchanged(db, name, create):
     with contextlib.closing(sqlite3.connect(db, isolation_level=None)) as other:
         for statement in FOREIGN[name]:
             other.execute(statement)
@@ -201,7 +201,7 @@ def test_a_store_of_another_shape_is_refused_by_name(db, name):
     assert "URL" not in str(caught.value)
 
 
-def test_a_file_that_is_replaced_while_it_is_open_takes_no_rows(db):
+def test_a_file_replaced_while_open_takes_no_rows(db):
     with Store(db, create=True) as opened:
         opened.append(ROWS[:1])
         shutil.copy(db, db.with_name("backup"))
@@ -258,7 +258,7 @@ def test_a_server_that_loses_its_name_notices(place):
 
 
 @URL
-def test_a_database_that_is_locked_or_stopped_is_no_endless_wait(place, monkeypatch):
+def test_waiting_for_a_locked_or_stopped_database_ends(place, monkeypatch):
     monkeypatch.setitem(database._LIMITS, "lock_timeout", "100ms")
     monkeypatch.setattr(database, "_STATEMENT_SECONDS", 1)
     append(place, ROWS[:1])
@@ -321,7 +321,7 @@ def test_characters_and_lengths_are_those_of_every_database(place):
 
 
 @pytest.mark.parametrize("column", ["policy_version", "top_k"])
-def test_numbers_that_a_column_cannot_hold_are_refused_by_name(place, column):
+def test_too_large_numbers_are_refused_by_column(place, column):
     for value in (2**31, 2**63, 2**64):
         with pytest.raises(ValueError, match=f"record 0: {column} = {value}: takes a whole number .*to 2147483647"):
             append(place, [make_row(0, **{column: value})])
@@ -329,15 +329,15 @@ def test_numbers_that_a_column_cannot_hold_are_refused_by_name(place, column):
 
 @pytest.mark.parametrize("bomb", ["packed", "packed twice", "claimed"])
 def test_recorded_arrays_that_unpack_to_far_more_are_refused(monkeypatch, bomb):
-    monkeypatch.setattr(group, "RECORDED_BYTES", 1000)
+    monkeypatch.setattr(recorded, "RECORDED_BYTES", 1000)
     savez = np.savez_compressed if bomb == "packed twice" else np.savez
     savez(file := io.BytesIO(), **{"0/a": np.zeros(3 if bomb == "claimed" else 10**6)})
     content = file.getvalue()
     if bomb == "claimed":  # without the checksums of the archive, which would notice it
-        assert group.recorded_from_bytes(zlib.compress(content), [3])[0]["a"].tolist() == [0, 0, 0]
+        assert recorded.recorded_from_bytes(zlib.compress(content), [3])[0]["a"].tolist() == [0, 0, 0]
         content = content.replace(b"'shape': (3,), }            ", b"'shape': (3000000000000,), }")
     with pytest.raises(ValueError, match="recorded arrays cannot be read .*(more than 4000 bytes, 1000 for|CRC|all)"):
-        group.recorded_from_bytes(zlib.compress(content), [3])
+        recorded.recorded_from_bytes(zlib.compress(content), [3])
 
 
 def test_a_row_that_nobody_asked_for_is_no_answer(tmp_path, monkeypatch):
@@ -359,7 +359,7 @@ def test_a_database_without_checksums_is_named(database_url, caplog):
     assert caplog.text.count("PostgreSQL's data_checksums is off") == 1
 
 
-def test_a_new_store_whose_journal_is_gone_has_lost_rows(tmp_path):
+def test_a_new_store_without_its_journal_is_refused(tmp_path):
     path = tmp_path / "s.db"
     path.touch()
     (tmp_path / "s.db-last").write_text("identity 40 12 0")

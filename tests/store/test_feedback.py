@@ -57,7 +57,7 @@ def test_rows_get_their_rewards_and_nothing_else_changes(folder):
     assert all(map(same, read(folder), expected))
 
 
-def test_one_reward_for_a_group_is_that_of_all_its_rows(folder):
+def test_one_reward_of_a_group_goes_to_all_rows(folder):
     assert give_rewards(folder, [{"group_id": "group 0", "reward": 2}]) == Given(3, 0)
     assert rewards(folder) == [2, 2, 2, None, None, None, 1]
 
@@ -87,7 +87,7 @@ def test_turns_get_their_rewards_with_that_of_their_completion(tmp_path):
 
 @given(order=st.permutations(range(6)), cuts=st.sets(st.integers(0, 6)))
 @settings(max_examples=10, deadline=None)
-def test_in_any_order_and_any_portions_it_is_the_same_store(tmp_path_factory, order, cuts):
+def test_order_and_portions_of_feedback_do_not_matter(tmp_path_factory, order, cuts):
     folder = tmp_path_factory.mktemp("feedback") / "s.db"
     for part in (ROWS[:2], ROWS[2:6]):
         append(folder, part)
@@ -97,7 +97,7 @@ def test_in_any_order_and_any_portions_it_is_the_same_store(tmp_path_factory, or
     assert rewards(folder) == [i / 4 for i in range(6)]
 
 
-def test_the_same_reward_again_is_no_error_and_another_is(folder):
+def test_equal_rewards_are_accepted_and_different_ones_refused(folder):
     entry = {"group_id": "group 0", "reward": [1, 0, 1], "reward_parts": {"a": 0.1}}
     assert give_rewards(folder, [entry, {"id": "row 3", "reward": 1}]) == Given(4, 0)
     assert give_rewards(folder, [entry, {"id": "row 4", "reward": 1}]) == Given(1, 3)
@@ -158,7 +158,7 @@ def test_where_there_is_no_store_none_is_made(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before the commit", "after it"])
-def test_a_killed_feedback_gives_all_or_nothing_and_is_given_again(folder, moment):
+def test_killed_feedback_is_atomic_and_can_be_repeated(folder, moment):
     entries = [{"id": f"row {i}", "reward": i} for i in range(6)]
     script = (
         "import json, os, signal, sys\nfrom recjax.store.feedback import give_rewards\n"

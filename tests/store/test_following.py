@@ -79,7 +79,7 @@ def test_groups_are_taken_when_they_are_whole_each_once(tmp_path, following):
         taken(following(state=state | {"store": "another"}))
 
 
-def test_a_resumed_reader_takes_what_was_left_wherever_that_is(tmp_path, following):
+def test_a_resumed_reader_takes_the_remaining_completions(tmp_path, following):
     live, left = tmp_path / "live", {1, 2, 5, 8, 9, 10}
     append(live, [row(number, number, reward=None if number in left else 1.0) for number in range(12)])
     reader = following()
@@ -93,7 +93,7 @@ def test_a_resumed_reader_takes_what_was_left_wherever_that_is(tmp_path, followi
         assert again.state()["left"] == [[10, 10]] and again.state()["read"] == 12
 
 
-def test_groups_of_equal_prompts_or_values_have_the_size_of_the_config(tmp_path, following):
+def test_completions_with_equal_prompts_or_values_form_full_groups(tmp_path, following):
     rows = [
         row(
             number,
@@ -110,7 +110,7 @@ def test_groups_of_equal_prompts_or_values_have_the_size_of_the_config(tmp_path,
     assert by_task.waiting == (2, 2, 0)  # those without the key are by themselves, and too few
 
 
-def test_a_prompt_that_several_seats_read_has_a_group_for_each_seat(tmp_path, following):
+def test_each_seat_has_a_group_of_its_own(tmp_path, following):
     tokens = np.array([1, 2], np.int32)
     rows = [row(number, number, metadata={"seat": "ab"[number % 2]}, prompt_tokens=tokens) for number in range(4)]
     append(tmp_path / "live", rows)
@@ -126,7 +126,7 @@ def test_a_session_is_one_completion_of_all_its_rows(tmp_path, following):
     assert len(completion.rows) == 2 and completion.sampled_tokens == 5 and completion.policy_version == 3
 
 
-def test_at_its_deadline_a_group_goes_without_some_and_what_comes_later_is_counted(tmp_path, following):
+def test_groups_leave_incomplete_at_the_deadline(tmp_path, following):
     live, old = tmp_path / "live", datetime.now(UTC) - timedelta(seconds=100)
     rows = [row(0), row(1, reward=None), row(2, 1, reward=None), row(3, 2, reward=None)]
     append(live, [one._replace(time=old if number < 3 else one.time) for number, one in enumerate(rows)])
@@ -182,7 +182,7 @@ def test_a_store_that_has_gone_back_is_refused(tmp_path, following, name, resume
 
 
 @pytest.mark.slow
-def test_a_run_waits_for_a_database_that_is_away_and_reads_everything_once(following, database_url, caplog):
+def test_a_run_waits_for_an_unavailable_database(following, database_url, caplog):
     url = database_url()
     append(url, [row(0), row(1, reward=None), row(2, 1)])
     options = (f"experience.store={url}", "experience.group_by=group", "experience.outage_seconds=0.3")
@@ -221,7 +221,7 @@ def test_a_run_waits_for_a_database_that_is_away_and_reads_everything_once(follo
     assert taken(following(f"experience.store={gone}", state=reader.state())) == []
 
 
-def test_what_cannot_be_trained_on_is_left_out_by_reason(tmp_path, following):
+def test_unusable_completions_are_counted_by_reason(tmp_path, following):
     rows = [
         row(0, 0, prompt_tokens=None, prompt=PROMPT_LEFT_OUT),
         row(1, 1, temperature=0.5),
@@ -250,7 +250,7 @@ def test_versions_are_this_runs_and_the_oldest_come_first(tmp_path, following):
     assert found == [("row 2", None), ("row 3", None), ("row 4", 0), ("row 1", 2), ("row 0", 4)]
 
 
-def test_completions_that_are_deleted_are_no_error_and_damaged_ones_are(tmp_path, following):
+def test_deleted_completions_are_accepted_and_damaged_ones_refused(tmp_path, following):
     reader, live = following(), tmp_path / "live"
     append(live, [row(0), row(1, 1)])
     assert taken(reader, room=0) == [] and reader.rewarded == 2

@@ -55,7 +55,7 @@ RAGGED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", slow_except([1, 3], 3))
-def test_a_ragged_batch_moves_the_policy_as_its_groups_do_one_by_one(micro_batches):
+def test_a_ragged_batch_updates_like_its_groups(micro_batches):
     # Two more prompts than groups, of which nothing but padding is in the batch.
     together, metrics = step(pad(RAGGED, shape_of(RAGGED, 6)), "grpo", micro_batches)
     total, count = jax.tree.map(jnp.zeros_like, initial()), 0
@@ -117,7 +117,7 @@ def test_missing_log_probs_are_nan_until_someone_chooses():
     assert np.isnan(batch.behavior_logprobs).tolist() == [[False] * 3, [True] * 3]
 
 
-def test_log_probs_go_to_their_own_group_where_ids_are_equal(monkeypatch):
+def test_groups_with_equal_ids_get_their_own_log_probs(monkeypatch):
     known, lacking = group_of(make_row(0)), group_of(make_row(1, behavior_logprobs=None))
     lacking = lacking._replace(id=known.id)
     monkeypatch.setattr(missing_logprobs, "score", lambda decoder, params, batch, *options: np.full((1, 3), -2.0))
@@ -159,7 +159,7 @@ def test_only_algorithms_that_read_no_log_probs_do_without(preset, one_of_two_wi
 
 
 @pytest.mark.slow
-def test_an_algorithm_that_reads_no_log_probs_does_not_read_them():
+def test_algorithms_without_log_probs_ignore_them():
     batch = pad(RAGGED, shape_of(RAGGED, 4), logprobs=False)
     with_them = pad(RAGGED, shape_of(RAGGED, 4))
     (without, metrics), (read, _) = step(batch, "red_weight"), step(with_them, "red_weight")
@@ -201,7 +201,7 @@ def same_completions(ours, theirs):
     return same_groups(*(Group("g", one.rows[0].prompt_tokens, (one,), "") for one in (ours, theirs)))
 
 
-def test_recomputed_log_probs_are_the_policys_and_known_ones_stay():
+def test_only_missing_log_probs_are_recomputed():
     groups = [
         group._replace(
             completions=tuple(without_logprobs(row) if i % 2 else row for i, row in enumerate(group.completions))
@@ -249,7 +249,7 @@ def test_a_store_becomes_tokenized_groups(tmp_path):
         load_groups(tmp_path, POLICY)
 
 
-def test_a_token_that_the_model_has_no_embedding_of_is_refused_with_its_row(tmp_path):
+def test_tokens_without_an_embedding_are_refused_by_row(tmp_path):
     larger = copy.deepcopy(TOKENIZER)
     larger.add_tokens(["<extra_a>", "<extra_b>"])
     policy, size, name = POLICY._replace(tokenizer=larger), POLICY.vocabulary, tokenizer_name(larger)
@@ -309,15 +309,15 @@ def test_agents_share_a_problem_whatever_prompts_they_make(tmp_path):
     agents = [make_row(1 + place, 1 + place, answer="7", prompt_tokens=prompts[place], **known) for place in range(3)]
     other = make_row(4, 4, answer="8", prompt_tokens=ours.prompt_tokens, **known)
     groups = stored(tmp_path / "s.db", *agents, other)
-    for of_problems, expected in ((True, ["row 1", "row 2", "row 3"]), (False, ["row 4"])):
-        assert [one.id for one in ByPrompt(groups, of_problems).get(ours)] == expected
+    for by_problem, expected in ((True, ["row 1", "row 2", "row 3"]), (False, ["row 4"])):
+        assert [one.id for one in ByPrompt(groups, by_problem).get(ours)] == expected
 
 
 def test_the_seats_of_a_problem_do_not_join(tmp_path):
     known = dict(prompt="say", answer="7", tokenizer="t")
     ours, *rows = (make_row(place, place, **known, metadata={"seat": seat}) for place, seat in enumerate("abab"))
     groups = stored(tmp_path / "s.db", *rows)
-    others = ByPrompt(groups, of_problems=True)
+    others = ByPrompt(groups, by_problem=True)
     assert [one.id for one in others.get(group_of(ours))] == ["row 2"]
     token, problem = np.ones((1, 1), np.int32), Problem("say", "7")
     check_prompts(groups, True, "s.db", Prompts(token, token > 0, ["say"], [problem]))  # raises no error

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.errors import UserError
-from recjax.experience import completion_schema
+from recjax.experience import completion_checks
 from recjax.experience.group import Grade, Row, Turn
 from recjax.experience.records import groups_from_bytes, groups_of, groups_to_bytes
 from recjax.store import database
@@ -115,8 +115,8 @@ def test_rewards_of_several_graders_stand_side_by_side(place):
         given = store.read([1, 3])
         assert given[0].completion.grade == ROWS[0].completion.grade
         assert given[1].completion.grade == Grade(5.0) and given[1].completion.metadata == {"comment": "late"}
-        (of_run,) = store.group_rewards(store.last(), "run")
-        assert of_run.tolist()[:-1] == (1, 2, 1, 0.25, 0.25)
+        (run_rewards,) = store.group_rewards(store.last(), "run")
+        assert run_rewards.tolist()[:-1] == (1, 2, 1, 0.25, 0.25)
         (given,) = store.group_rewards(store.last())
         assert given.tolist()[:3] == (1, 3, 3) and given["highest"] == 5
         for number, grader in ((1, "run"), (3, "given")):
@@ -180,7 +180,7 @@ for number in range(100_000):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["any", "before the commit"])
-def test_a_killed_writer_leaves_what_it_said_that_it_wrote(db, moment):
+def test_a_killed_writer_loses_no_confirmed_rows(db, moment):
     script = WRITER
     if moment != "any":
         dying = "import os, signal\nstore._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -295,7 +295,7 @@ def test_a_bad_row_is_refused(name):
     change, value, reason = BAD_ROWS[name]
     rows = [make_row(0), text_row(1), make_row(2, length=7), unchecked(change), make_row(4)]
     with pytest.raises(UserError, match=f"rows to append: row 3: {re.escape(value)}.*: .*{re.escape(reason)}") as error:
-        completion_schema.check_records(rows, "rows to append: row {}".format)
+        completion_checks.check_records(rows, "rows to append: row {}".format)
     assert error.value.remedy
     row = make_row(3)
     rows = [
@@ -305,10 +305,10 @@ def test_a_bad_row_is_refused(name):
         unchecked(dict(reward="later"), make_row(5)),
     ]
     with pytest.raises(UserError, match=f"record 2: {re.escape(value)}.*: .*{re.escape(reason)}"):
-        completion_schema.check_records(rows, "record {}".format)
+        completion_checks.check_records(rows, "record {}".format)
 
 
-def test_the_first_bad_row_is_named_whatever_the_next_one_has():
+def test_errors_name_the_first_of_several_bad_rows():
     """The check of a column neither hides an earlier row, which another check refuses, nor relies on a refused one."""
     names = ("no id", "NaN reward", "no tokens", "nothing drawn", "mask too short", "log-probs too long")
     others = [unchecked(BAD_ROWS[name][0], make_row(4)) for name in names]
@@ -316,22 +316,22 @@ def test_the_first_bad_row_is_named_whatever_the_next_one_has():
         row = unchecked(change, make_row(3))
         for other in others:
             with pytest.raises(UserError, match=f"^record 1: {re.escape(value)}"):
-                completion_schema.check_records([make_row(0), row, other], "record {}".format)
+                completion_checks.check_records([make_row(0), row, other], "record {}".format)
 
 
 def test_completions_of_a_policy_are_checked_together(monkeypatch):
     """The rules of a column run once for a batch, not once for a completion."""
     calls = []
-    real = completion_schema.Check.plain
+    real = completion_checks.Check.plain
     monkeypatch.setattr(
-        completion_schema.Check, "plain", lambda *given, **options: calls.append(given[1]) or real(*given, **options)
+        completion_checks.Check, "plain", lambda *given, **options: calls.append(given[1]) or real(*given, **options)
     )
     row = make_row(3)
     rows = [renamed(row, f"id {number}") for number in range(9)]
-    completion_schema.check_records(rows, "record {}".format)
+    completion_checks.check_records(rows, "record {}".format)
     assert len({*calls}) == len(calls) > 10
     with pytest.raises(UserError, match="record 9: id = 'id 0': is the id of an earlier completion"):
-        completion_schema.check_records([*rows, rows[0]], "record {}".format)
+        completion_checks.check_records([*rows, rows[0]], "record {}".format)
 
 
 def renamed(row, name):
@@ -351,8 +351,8 @@ def unchecked(change, row=None):
     grade = one.grade._asdict()
     grade |= {key: change[key] for key in ("reward", "reward_parts", "accurate") if key in change}
     grade |= {"turns": change["turn_rewards"]} if "turn_rewards" in change else {}
-    of_sampling = {key: change[key] for key in one.sampling._fields if key in change}
-    sampling = made(type(one.sampling), one.sampling._asdict() | of_sampling) if of_sampling else one.sampling
+    new_sampling = {key: change[key] for key in one.sampling._fields if key in change}
+    sampling = made(type(one.sampling), one.sampling._asdict() | new_sampling) if new_sampling else one.sampling
     own = {"completion": "text"} | {key: key for key in ("id", "source", "policy_version", "metadata", "truncated")}
     ours = {own[key]: value for key, value in change.items() if key in own}
     one = one._replace(rows=(made(Row, values),), grade=made(Grade, grade), sampling=sampling, **ours)
@@ -367,7 +367,7 @@ def made(kind, values):
     return tuple.__new__(kind, values.values())
 
 
-def test_a_store_with_a_bad_row_stays_as_it_was(place):
+def test_a_bad_row_leaves_the_store_unchanged(place):
     append(place, ROWS[:1])
     with pytest.raises(UserError, match="record 1: reward = nan: takes a finite number"):
         append(place, [ROWS[1], make_row(2, reward=NAN)])
@@ -382,7 +382,7 @@ def test_what_stands_at_tokens_not_drawn_is_nobodys_concern(place):
     assert np.isnan(read(place)[0].completion.rows[0].behavior_logprobs[1])
 
 
-def test_ids_are_unique_in_a_store_and_groups_go_on(place):
+def test_ids_are_unique_and_groups_grow(place):
     append(place, [make_row(0), make_row(1)])
     with pytest.raises(UserError, match="id = 'row 1': is the id of an earlier completion"):
         append(place, [make_row(2), make_row(1)])
@@ -546,7 +546,7 @@ def test_flipped_bits_and_cut_files_are_noticed_or_harmless(db, tmp_path, seed):
     assert noticed > 10
 
 
-def test_a_store_in_a_folder_that_may_not_be_written_is_read(db, monkeypatch):
+def test_a_store_in_a_read_only_folder_is_read(db, monkeypatch):
     append(db, ROWS)
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     before = sorted(db.parent.iterdir())

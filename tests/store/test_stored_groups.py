@@ -120,7 +120,7 @@ def test_what_is_trained_on_is_whole_and_counted(place, tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_rows_with_prompts_of_their_own_are_trained_on_with_them(tmp_path, rows):
+def test_rows_are_trained_on_with_their_own_prompts(tmp_path, rows):
     plain = make_row(0, tokenizer=NAME)
     (row,) = plain.completion.rows
     own = [row._replace(prompt_tokens=np.array([7, 8, 9, 10, place], np.int32)) for place in range(rows)]
@@ -155,14 +155,14 @@ def without_some(record):
     return record._replace(group=record.group._replace(completions=(one._replace(rows=tuple(rows)),)))
 
 
-@pytest.mark.parametrize("of_agents", [False, True])
+@pytest.mark.parametrize("has_agents", [False, True])
 @pytest.mark.slow
-def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, monkeypatch, of_agents):
+def test_initial_log_probs_are_stored_exactly(place, tmp_path, monkeypatch, has_agents):
     if place == "file":
         monkeypatch.setattr(missing_logprobs, "_SMALL", 1)
-    in_parts(tmp_path / "store", [without_some(record) for record in scattered_rows(2, agents=of_agents)])
+    in_parts(tmp_path / "store", [without_some(record) for record in scattered_rows(2, agents=has_agents)])
     groups, expected = load_groups(tmp_path / "store", POLICY), reference(tmp_path / "store")
-    shape = Shape(2, None, 40, 40) if of_agents else shape_of(expected, 2)
+    shape = Shape(2, None, 40, 40) if has_agents else shape_of(expected, 2)
     filled = with_initial_logprobs(groups, shape, POLICY, initial(), SAMPLING, 16)
     listed = with_logprobs(expected, shape, POLICY, initial(), SAMPLING, 16)
     assert equal(list(filled), listed) and equal([filled[5]], [listed[5]]) and not equal(list(filled), expected)
@@ -172,8 +172,8 @@ def test_log_probs_of_the_initial_policy_are_kept_as_computed(place, tmp_path, m
     found = score(POLICY.decoder, initial(), batch, SAMPLING, 16)
     were_there = [row.behavior_logprobs for group in expected for one in group.completions for row in one.rows]
     lacking = [place for place, known in enumerate(were_there) if known is None]
-    assert not of_agents or any(not rows[place].mask.all() for place in lacking)
-    assert len(lacking) > 9 and (not of_agents or len(rows) > len(numbers))
+    assert not has_agents or any(not rows[place].mask.all() for place in lacking)
+    assert len(lacking) > 9 and (not has_agents or len(rows) > len(numbers))
     for place in lacking:
         row, now = rows[place], np.minimum(found[place], 0)[: len(rows[place].tokens)]
         assert_same_logprobs(row.behavior_logprobs, np.where(row.mask, now, 0))
@@ -269,7 +269,7 @@ def test_damage_is_noticed_when_a_store_is_opened(place, tmp_path):
             load_groups(tmp_path / change, POLICY)
 
 
-def test_a_wrong_length_is_noticed_when_its_completion_is_read(tmp_path):
+def test_reading_a_completion_detects_a_wrong_length(tmp_path):
     append(tmp_path / "store", [make_row(number, group=number // 2, tokenizer=NAME) for number in range(4)])
     with sqlite3.connect(tmp_path / "store") as database:
         database.execute("update completions set row_length = 1 where number = 3")
@@ -279,7 +279,7 @@ def test_a_wrong_length_is_noticed_when_its_completion_is_read(tmp_path):
         groups[1]
 
 
-def test_completions_that_are_deleted_while_groups_are_read_are_missed(tmp_path):
+def test_completions_deleted_during_reading_are_an_error(tmp_path):
     append(tmp_path / "store", [make_row(number, group=number // 2, tokenizer=NAME) for number in range(4)])
     groups = load_groups(tmp_path / "store", POLICY)
     with Store(tmp_path / "store") as store:
@@ -289,7 +289,7 @@ def test_completions_that_are_deleted_while_groups_are_read_are_missed(tmp_path)
         groups[0]
 
 
-def test_what_is_held_is_an_index(place, tmp_path):
+def test_stored_groups_keep_only_an_index(place, tmp_path):
     in_parts(tmp_path / "store", scattered_rows(0))
     expected = len(reference(tmp_path / "store"))
     asked = reference(tmp_path / "store")

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recjax.errors import UserError
-from recjax.experience.completion_schema import COLUMNS, DERIVED, EXPORTED, STORED, check_value
+from recjax.experience.columns import COLUMNS, DERIVED, EXPORTED, STORED
+from recjax.experience.completion_checks import check_value
 from recjax.experience.records import row_of
 from recjax.import_experience import import_exports, import_files
 from recjax.models.sampling import Sampling
@@ -275,7 +276,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_has_one_text_at_every_door(tmp_path, mistake):
+def test_a_mistake_has_one_text_at_every_entry(tmp_path, mistake):
     column, value, expected, doors = MISTAKES[mistake]
     first = "row 7" if mistake == "id of another row" else None
     texts = {}
@@ -299,7 +300,7 @@ def test_a_mistake_has_one_text_at_every_door(tmp_path, mistake):
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_an_id_that_the_store_has_is_refused_as_one_that_the_file_has(tmp_path, ending):
+def test_stored_and_repeated_ids_have_equal_errors(tmp_path, ending):
     rows = [FOREIGN | {"key": "row 3"}]
     (tmp_path / "f.jsonl").write_text(
         json.dumps({name: rows[0][name] for name in ("key", "model", "prompt", "completion")})
@@ -356,7 +357,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("column", EXPORTED)
-def test_every_value_in_an_export_is_taken_or_refused_by_name(tmp_path, column):
+def test_strange_values_in_exports_raise_only_user_errors(tmp_path, column):
     """Whatever a line holds, its import succeeds or ends with a UserError; any other exception fails this test."""
     rows = exported(tmp_path, None)
     refused = 0
@@ -396,7 +397,7 @@ def test_the_page_of_the_format_has_the_columns():
     assert table in page, f"write this table to docs/store_format.md:\n{table}"
 
 
-def test_stores_exports_and_rows_have_the_columns_of_the_table():
+def test_stores_exports_and_rows_have_the_schemas_columns():
     assert COMPLETIONS.c.keys() == [*STORED, "checksum"]
     assert list(row_of(make_row(3), 1)) == list(STORED)
     assert SCHEMA.names == list(EXPORTED)
@@ -404,7 +405,7 @@ def test_stores_exports_and_rows_have_the_columns_of_the_table():
     assert {*STORED} == {*COLUMNS} - {"reward", "reward_parts", "accurate", "turn_rewards", "other_rewards"}
     assert {*COLUMNS} == {*EXPORTED, "number", *DERIVED}
     for name, column in COLUMNS.items():
-        assert bool(column.accepts) == bool(column.takes) == bool(column.remedy), name
+        assert bool(column.value_type) == bool(column.takes) == bool(column.remedy), name
 
 
 def test_whole_numbers_become_rewards():
