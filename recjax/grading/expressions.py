@@ -29,7 +29,7 @@ from recjax.grading.syntax import (
 )
 from recjax.grading.units import NOTHING, Unit
 
-_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
+_ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
 UNIT_VECTOR = re.compile(r"\\hat\{[ijk]\}")
 MARKED_LETTER = re.compile(r"(\\(?:mathbf|hat|vec)\{(\w)\})")
@@ -165,7 +165,7 @@ def _without_unit(text: str, drops_degrees: bool = True) -> tuple[str, tuple[Uni
     for match in re.finditer(r"(?<=[\w)}]) ?(?=\\text)|(?<=[\w)}]) (?=[a-z])|(?=°)", text):
         core = text[: match.start()].strip()
         unit_text = text[match.end() :]
-        if unit_text[:1] == "°" and _OF_AN_ANGLE.search(core):
+        if unit_text[:1] == "°" and _ANGLE_FUNCTION.search(core):
             continue
         if not core or core.count("{") != core.count("}"):
             continue

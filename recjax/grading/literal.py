@@ -6,7 +6,7 @@ Each function returns True or False, or None if the function does not read this 
 import re
 from fractions import Fraction
 
-from recjax.grading.notation import split_outside_brackets, squeezed, words_of
+from recjax.grading.notation import lowercase_words, split_outside_brackets, squeezed
 from recjax.grading.quantities import quantity, same_quantity
 
 _CHOICE = re.compile(
@@ -252,7 +252,7 @@ def _as_words(truth: str, answer: str) -> bool | None:
         return None
     if re.search(r"\band\b(?! then\b)", bare):  # Alice and Bob
         return _listed_words(answer) == _listed_words(truth)
-    return words_of(answer) == words_of(truth)
+    return lowercase_words(answer) == lowercase_words(truth)
 
 
 def _may_be_a_product(letters: str, answer: str) -> bool:
@@ -273,12 +273,12 @@ def _may_be_a_product(letters: str, answer: str) -> bool:
 
 def _listed_words(text: str) -> list[str]:
     """The items of a list such as "Alice, Bob and Carol", in alphabetical order."""
-    return sorted(re.split(r",? and |, ", words_of(text)))
+    return sorted(re.split(r",? and |, ", lowercase_words(text)))
 
 
 def _date(text: str) -> list[str]:
     """The parts of a date in any order: 4 July 2020, July 4th, 2020, and 2020-07-04 are equal."""
-    words = _ISO_DATE.sub(lambda date: f"{date[1]} {_MONTHS.get(date[2])} {date[3]}", words_of(text))
+    words = _ISO_DATE.sub(lambda date: f"{date[1]} {_MONTHS.get(date[2])} {date[3]}", lowercase_words(text))
     words = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:of|the)\b", "", words)
     fields = []
     for field in re.findall(r"\d+|[a-z]+|[^ ,.]", words):

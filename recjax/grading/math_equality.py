@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from recjax.grading import expressions, literal
 from recjax.grading.literal import TEXT
-from recjax.grading.notation import depths, plain, rows_of, split_outside_brackets, squeezed
+from recjax.grading.notation import depths, matrix_rows, plain, split_outside_brackets, squeezed
 from recjax.grading.quantities import Quantity, quantity, same_quantity
 from recjax.grading.syntax import names, parse_math
 
@@ -523,13 +523,13 @@ def structure(text: str) -> Structure | None:
     """The structure of a complete text in the notation of `notation.plain`; None if the text is a single item."""
     cases = _CASES.fullmatch(text)
     if cases:
-        return Structure("list", [_case(row) for row in rows_of(cases[2])])
+        return Structure("list", [_case(row) for row in matrix_rows(cases[2])])
     vector = re.fullmatch(r"\\langle ?(.*)\\rangle", text)
     if vector:
         return Structure("<>", split_outside_brackets(vector[1]))
     matrix = _MATRIX.fullmatch(text)
     if matrix and r"\begin" not in matrix[2]:
-        rows = rows_of(matrix[2])
+        rows = matrix_rows(matrix[2])
         return Structure(f"{len(rows)} rows", list(itertools.chain.from_iterable(rows)))
     if text.replace(" ", "") in ("\\emptyset", "\\{\\}"):
         return Structure("{}", [])

@@ -777,7 +777,7 @@ class _Evaluation:
         high = None
         if upper is not None:
             high = self.value(upper)
-        has_unknowns = any(_is_unknown_of(name, node) for node in walk(body))
+        has_unknowns = any(_depends_on_unknown(name, node) for node in walk(body))
         before = self.point.get(name)
         try:
             if has_unknowns:
@@ -837,7 +837,7 @@ class _Evaluation:
             return mpmath.nprod(at, [low, high])
 
 
-def _is_unknown_of(variable: str, node: Node) -> bool:
+def _depends_on_unknown(variable: str, node: Node) -> bool:
     """True for unknown functions, and for names with the variable as index, such as a_k."""
     if node.kind == "call":
         return node.args[0] not in FUNCTIONS

@@ -197,7 +197,7 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
 
 def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
     """A digest of everything that determines the pass rates."""
-    rewards = reward.of.values() if isinstance(reward, MixedReward) else [reward]
+    rewards = reward.rewards.values() if isinstance(reward, MixedReward) else [reward]
     functions = []
     for task_reward in rewards:
         is_list = isinstance(task_reward.function, tuple)

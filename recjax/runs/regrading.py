@@ -48,7 +48,7 @@ def known_problems(setup: Setup) -> Known:
     for group in groups.chosen(~np.isin(groups.contents(of_problems), [*map(signed_hash, known)])):
         task = group.completions[0].metadata.get("task")
         # Grading refuses an unknown task.
-        reward_of_task = reward.of.get(str(task)) if isinstance(reward, MixedReward) else reward
+        reward_of_task = reward.rewards.get(str(task)) if isinstance(reward, MixedReward) else reward
         if reward_of_task and group.answer is None and needs_answers(reward_of_task):
             raise UserError(
                 "experience.regrade",

@@ -249,7 +249,7 @@ def _reading_parquet(where: str) -> Iterator[None]:
 def _cells(column: Any, name: str, kind: Any, narrow_lists: bool) -> list[Any]:
     """The values of an Arrow column in Python's types."""
 
-    def value_of(cell: Any) -> Any:
+    def cell_value(cell: Any) -> Any:
         try:
             return converted(cell.as_py(maps_as_pydicts="strict"))
         except Exception as error:  # each type has its own: text that is not UTF-8, times out of range, maps
@@ -263,7 +263,7 @@ def _cells(column: Any, name: str, kind: Any, narrow_lists: bool) -> list[Any]:
     try:
         return [converted(value) for value in column.to_pylist(maps_as_pydicts="strict")]
     except Exception:
-        return [value_of(cell) for cell in column]
+        return [cell_value(cell) for cell in column]
 
 
 def _remove_added_nulls(rows: Sequence[FileRow], where: str) -> None:
