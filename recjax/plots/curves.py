@@ -55,8 +55,8 @@ def draw_curves(
     line_values = list(dict.fromkeys(table[lines]))
     column_values = list(dict.fromkeys(table[columns]))
     is_single = len(column_values) == 1
+    count = len(metrics) + len(more)
     if is_single:
-        count = len(metrics) + len(more)
         height = -(-count // 2)
         width = min(2, count)
         title = names.get(column_values[0], column_values[0])
