@@ -19,11 +19,11 @@ from recjax.logs.metrics import read_metrics
 from recjax.runs.folder import base_policy, starts
 
 ACCURACY = "evaluation/accuracy"
-REWARD = "evaluation/reward"  # compared if no part of the reward is a verdict
+REWARD = "evaluation/reward"  # Runs are compared by reward if no part of it is a verdict.
 RESAMPLES = 9999
 # Files with the completions of evaluations. A continued run keeps the after.jsonl of its earlier end.
 _EVALUATED = ("samples.parquet", "samples/after.jsonl", "samples/latest.jsonl")
-_UNRELATED = {"output", "model", "weights"}  # settings of a folder that say where a policy is, and not how it was made
+_UNRELATED = {"output", "model", "weights"}  # These settings locate a policy and do not change it.
 
 
 def evaluations_of(table: pd.DataFrame, metric: str = ACCURACY) -> SeriesGroupBy:
@@ -237,7 +237,7 @@ def resumed_changes(pairs: Iterable[tuple[Path, Path]]) -> list[str]:
 
 
 def _earlier_values(folder: Path) -> dict[str, list[str]]:
-    """The values that a run's settings had before it resumed with others, each with its last step, in words."""
+    """The values that a run's settings had before it resumed with new ones, each with its last step, in words."""
     values: dict[str, list[str]] = {}
     for entry in starts(folder):
         changed = entry.get("changed")

@@ -15,7 +15,7 @@ from recjax.analysis.statistics import wilson_interval
 
 # Metrics whose values are from 0 to 1.
 _SHARES = {"accuracy", "right_and_ended", "pass", "majority", "truncated"}
-_FEW = 10  # with fewer right or wrong answers, a mean over problems is far from normal
+_FEW = 10  # With fewer right or wrong answers, a mean over problems is far from normal
 QUANTILES = {"q10": 0.1, "median": 0.5, "q90": 0.9}
 
 

@@ -54,7 +54,7 @@ _SYMPY_FUNCTIONS = {
     "abs": sympy.Abs,
 }
 _REGION = re.compile(r"[<>\[\]]|\\(?:le|ge|neq|cup|cap|setminus|mathbb|in)(?![a-z])|,")
-_COUNTED = 48  # the largest counter of general solutions
+_COUNTED = 48  # General solutions are compared up to this counter.
 _MOST_PARTS = 80  # An equation to factor, or an inequality to solve, has at most this number of parts.
 
 
@@ -230,7 +230,7 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
         variables = [Node("name", (name,)) for name in names(wanted) - {"C"}]
         are_integrals = _adds_name(wanted, {"C"}) and _adds_name(got, {"C"})
         if are_integrals and len(variables) == 1 and contains(wanted, "abs") is contains(got, "abs"):
-            offset = difference(wanted, got)  # antiderivatives may differ by a number
+            offset = difference(wanted, got)  # Antiderivatives may differ by a number.
             shifted = Node("add", (variables[0], number(Fraction(5, 7))))
             return values.equal(offset, _replaced(offset, variables[0], shifted))
         return is_periodic and _same_period(wanted, got)
@@ -285,7 +285,7 @@ def same_solutions(truths: Sequence[str], answers: Sequence[str]) -> bool:
     got = _solutions(answers)
     if not wanted or not got:
         return False
-    limit = min(max(wanted), -min(wanted), max(got), -min(got)) / 2  # both lists are complete up to here
+    limit = min(max(wanted), -min(wanted), max(got), -min(got)) / 2  # Both lists are complete up to here.
     wanted_near = {value for value in wanted if abs(value) < limit}
     got_near = {value for value in got if abs(value) < limit}
     return len(wanted_near) > 6 and wanted_near == got_near
@@ -459,7 +459,7 @@ def _symbolic(node: Node) -> Any:
     if node.kind == "call" and node.args[0] in _SYMPY_FUNCTIONS:
         function = _SYMPY_FUNCTIONS[node.args[0]]
         return function(_symbolic(node.args[1]))
-    if node.kind == "call" and node.args[0] == "cross":  # of letters that are numbers
+    if node.kind == "call" and node.args[0] == "cross":  # The letters are numbers.
         node = Node("mul", node.args[1:])
     if node.kind == "call" and node.args[0] == "^-1":
         node = inverse(node.args[1])

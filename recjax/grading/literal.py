@@ -92,7 +92,7 @@ def _as_statements(truth: str, answer: str) -> bool | None:
     if not _STATEMENTS.fullmatch(wanted):
         return None
     if len(wanted) == 1 and wanted != joined_truth:
-        return None  # (1) may be a number in parentheses
+        return None  # The truth (1) may be a number in parentheses.
     if re.fullmatch(r"\d(?: ?[,;] ?\d)*", answer):
         got = "".join(chr(_CIRCLED_ZERO + int(digit)) for digit in joined_answer)
     return set(wanted) == set(got)
@@ -124,7 +124,7 @@ def _as_choices(truth: str, answer: str) -> bool | None:
     wanted = _without_text_marks(truth)
     got = _without_text_marks(answer)
     if re.fullmatch("[A-Z]( [A-Z])+", wanted) and re.fullmatch("[A-Z]( [A-Z])+", got):
-        return wanted == got  # a product, or words of one letter
+        return wanted == got  # The letters are a product, or words of one letter.
     if wanted.isalpha() and got.isalpha():
         return None
     if not _LETTERS.fullmatch(wanted) or not _LETTERS.fullmatch(got):
@@ -242,15 +242,17 @@ def _as_words(truth: str, answer: str) -> bool | None:
     fields = _date(bare)
     months = [field for field in fields if _MONTH.fullmatch(field)]
     numbers = [field for field in fields if field.isdigit()]
-    if len(months) == 1 and len(numbers) in (1, 2) and len(fields) == 1 + len(numbers):  # 4 July 2020
+    if (
+        len(months) == 1 and len(numbers) in (1, 2) and len(fields) == 1 + len(numbers)
+    ):  # The truth is a date, such as 4 July 2020.
         return _date(answer) == fields
-    is_certain = marked or not bare.isascii()  # letters of other scripts and letters with accents are no unknowns
+    is_certain = marked or not bare.isascii()  # Letters with accents or of other scripts are no unknowns.
     pattern = r"[^\W\d_][\w ,.'/&-]*" if is_certain else r"[A-Za-z][A-Za-z ,.'-]*"
     if not re.fullmatch(pattern, bare) or quantity(truth) is not None:
         return None
     if not is_certain and _may_be_a_product(bare, answer):
         return None
-    if re.search(r"\band\b(?! then\b)", bare):  # Alice and Bob
+    if re.search(r"\band\b(?! then\b)", bare):  # The truth is a list, such as Alice and Bob.
         return _listed_words(answer) == _listed_words(truth)
     return lowercase_words(answer) == lowercase_words(truth)
 

@@ -215,7 +215,7 @@ def _prefix(before: str) -> str:
             return ""
         return prefix
     if "," in prefix and not re.search(r"[(\[{]", prefix) and "=" in before.rpartition("$")[2]:
-        prefix = prefix.rpartition(",")[2].strip()  # x=2, y=…
+        prefix = prefix.rpartition(",")[2].strip()  # In x=2, y=… the box has y alone.
     if re.fullmatch(r"[-−,.]?", prefix):
         return ""
     return prefix

@@ -443,7 +443,7 @@ def _spread(text: str) -> Structure | None:
         parts = re.split(r"\\pm(?!od)", item)
         positive = re.sub(r"(^|[(\[{,=] ?)\+", r"\1", "+".join(parts).strip())
         negative = "-".join(parts).strip()
-        if re.fullmatch(r"-\([^()]*,[^()]*\)", negative):  # minus a tuple
+        if re.fullmatch(r"-\([^()]*,[^()]*\)", negative):  # The item is minus a tuple.
             entries = split_outside_brackets(negative[2:-1])
             negative = f"({','.join(f'-({entry})' for entry in entries)})"
         if len(parts) == 2:
@@ -472,7 +472,7 @@ def _same_structure(truth: Structure, got: Structure | None, answer: str, finish
     if got is None:
         return None if re.search(r"\\begin|\^", answer) else False
     true_names = _item_names(truth.items)
-    if true_names and len(true_names) == len(truth.items):  # assignments such as x=2, y=3, or x=2, x=3
+    if true_names and len(true_names) == len(truth.items):  # The items are assignments such as x=2, y=3, or x=2, x=3.
         if len(set(true_names)) == 1:
             return _same_items(truth, got, finished)
         if (truth.kind == "or") is not (got.kind == "or"):
@@ -546,7 +546,7 @@ def structure(text: str) -> Structure | None:
         return None
     opening, inside, closing = match.groups()
     levels = [0, *depths(inside)]
-    if min(levels) != 0 or levels[-1] != 0:  # the last bracket does not close the first one
+    if min(levels) != 0 or levels[-1] != 0:  # The last bracket does not close the first one.
         return None
     if opening != "{":
         inside = _AND.sub(",", inside)
@@ -569,6 +569,6 @@ def _case(cells: list[str]) -> str:
     cells[1:] = [re.sub(r"^\(([^()]*)\)$", r"\1", cell) for cell in cells[1:]]
     if len(cells) == 1:
         return cells[0]
-    if cells[1][:1] in ("=", "<", ">"):  # a relation with an alignment mark
+    if cells[1][:1] in ("=", "<", ">"):  # The row is a relation with an alignment mark.
         return "".join(cells)
     return f"({','.join(cells)})"

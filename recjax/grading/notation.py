@@ -46,7 +46,7 @@ left right displaystyle textstyle scriptstyle limits nolimits bf rm it sf tt tin
 huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr quad qquad hfill nobreak
 """
 _COMMANDS |= {**dict.fromkeys(_WITHOUT_MEANING.split(), " "), "imath": " i", "jmath": " j"}
-# Unicode's tags of characters that stand for others: x², x₂, ½, full width, 𝑥, and units that are one character.
+# Unicode's tags of compatibility characters: x², x₂, ½, full width, 𝑥, and units that are one character.
 _FORMS: dict[str, str] = dict.fromkeys("<wide> <small> <font> <compat> <noBreak> <square>".split(), "%s")
 _FORMS |= {"<super>": "^{%s}", "<sub>": "_{%s}", "<fraction>": r"\frac %s"}
 _BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~|')\s*"
@@ -131,7 +131,7 @@ _CHOSEN = re.compile(
 )
 _COUNT = re.compile(r"\d*[A-Za-z]?(?: ?[-+] ?\w)*")
 _LISTED_MATRIX = re.compile(r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]")  # [[1,2],[3,4]]
-_PLAIN = re.compile(r"-?\d+(?:\.\d+)?", re.A)  # most answers
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?", re.A)  # Most answers match this pattern.
 _ENCLOSING = [(r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')]
 
 

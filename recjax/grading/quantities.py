@@ -1,4 +1,4 @@
-r"""Parsing and comparison of numbers with units; a text is read as a whole or not at all.
+r"""Parsing and comparison of numbers with units; a text is read completely or not at all.
 
 A number is digits, a fraction, a mixed number, a repeating decimal, a power of ten or a multiple of one, a ratio of two
 numbers, or words. A computation such as 2+3 or \sqrt{25} is not a number.
@@ -24,7 +24,7 @@ PERCENT = (Unit(Fraction(1), (("percent", 1),)),)
 _MOST_DIGITS = 1000
 _LARGEST_POWER = 1000
 _EXACT_DIGITS = 6  # A decimal with fewer significant digits is never a rounding.
-_DEGREES = {(("degree", 1),), (("temperature", 1),)}  # a truth in plain degrees may be a temperature
+_DEGREES = {(("degree", 1),), (("temperature", 1),)}  # A truth in plain degrees may be a temperature.
 _NOISE = Fraction(1, 10**15)  # relative error of a number that a program printed
 
 
@@ -60,10 +60,10 @@ _DECIMAL = re.compile(
     rf"(?P<whole>{_WHOLE})?(?:\.(?P<decimals>\d*)(?:\\overline\{{(?P<bar>\d+)\}}|\((?P<cycle>\d+)\))?)?", re.A
 )
 _INTEGER = r"\{?(-?\d+)\}?"
-_FRACTIONS = [  # each with the groups whole number, numerator and denominator
+_FRACTIONS = [  # Each pattern has the groups whole number, numerator and denominator.
     re.compile(r"(?:(\d+) ?)?\\frac\{ ?(-?\d+) ?\}\{ ?(-?\d+) ?\}", re.A),
     re.compile(r"(\d+) (\d+) ?/ ?(\d+)", re.A),
-    re.compile(rf"(){_INTEGER} ?(?:/|:(?=[^A-Za-z%°]*$)) ?{_INTEGER}", re.A),  # a ratio has no unit
+    re.compile(rf"(){_INTEGER} ?(?:/|:(?=[^A-Za-z%°]*$)) ?{_INTEGER}", re.A),  # A ratio has no unit.
 ]
 _TIMES = r"(?:\\times|\\cdot|\*|x)"
 _EXPONENT = r"\^ ?(\{ ?)?([-+]?\d+)(?(1) ?\})"
@@ -118,7 +118,7 @@ def _sum(first: str, second: str, letters: Collection[str]) -> Quantity | None:
 def _quantity(text: str, letters: Collection[str]) -> Quantity | None:
     text = _without_parentheses(text)
     if re.match(r"\\text ?\{ ?(?:[-+]|minus\b|negative\b)", text):
-        text = _without_text(text)  # the sign is inside \text
+        text = _without_text(text)  # The sign is inside \text.
     match = _PREFIX.match(text)
     assert match is not None
     if match["sign"] and match["other"]:

@@ -84,7 +84,7 @@ def walk(tree: Any) -> Iterator[Node]:
 
 
 def contains(tree: Any, *wanted: str) -> bool:
-    """True if a tree contains one of the texts, as a name, a call or another part of a node."""
+    """True if a tree contains one of the texts, as a kind, a name, or the name of a function."""
     for node in walk(tree):
         if node.kind in wanted or any(isinstance(part, str) and part in wanted for part in node.args):
             return True
@@ -131,7 +131,7 @@ _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
 # names of vectors, of matrices
 MARKED = re.compile(r"\\(?:vec|mathbf|hat)\{")
 CAPITAL = re.compile(r"[A-Z](?:_.*)?$")
-_CONNECTIVE = re.compile(r"(?i)\\text ?\{ ?(?:or|and|if|not) ?\}|\b(?:or|and|if|not)\b")  # these words are no factors
+_CONNECTIVE = re.compile(r"(?i)\\text ?\{ ?(?:or|and|if|not) ?\}|\b(?:or|and|if|not)\b")  # These words are no factors.
 BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
 _ENDS = RELATIONS | SET_OPERATORS | set(r"\pm \cdot \times \div \pmod \rfloor \rceil".split())
@@ -167,7 +167,7 @@ def _letters(run: str, following: str) -> list[str]:
     if run in _WORDS or run in ("pi", "sqrt") or run in _UNSLASHED:
         return [f"\\{run}"]
     for size in range(len(run) - 1, 1, -1):
-        # 2Rsin(A): the name ends the run of letters; sinx: the name begins it
+        # In 2Rsin(A), the name ends the run of letters; in sinx, it starts the run.
         if following == "(" and run[-size:] in _WORDS | {"sqrt"}:
             return [*_letters(run[:-size], ""), f"\\{run[-size:]}"]
         if run[:size] in _WORDS and run[size:] == "x":
@@ -221,7 +221,7 @@ class _Reader:
             raise Unreadable(text)
         self.tokens = tokens(text)
         self.position = 0
-        self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
+        self.bars = ""  # This token closes the innermost |…| or \\|…\\|
 
     @property
     def token(self) -> str | None:
@@ -353,7 +353,7 @@ class _Reader:
                 node = Node("mul", (node, number(Fraction(1, 100))))
             elif self.accept("°"):
                 node = Node("mul", (node, Node("name", (r"\pi",)), number(Fraction(1, 180))))
-            elif self.token == "^":  # raised twice
+            elif self.token == "^":  # The base is raised twice.
                 raise Unreadable(self.token)
             else:
                 return node

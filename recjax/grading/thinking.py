@@ -6,7 +6,7 @@ the thoughts. Graders read `whole_reply`, which includes that tag.
 
 import re
 
-# Opening and closing tags: DeepSeek, Qwen and others; EXAONE; Mistral; Sky-T1; Cohere; Kimi; Seed; Apertus; gpt-oss.
+# Opening and closing tags: DeepSeek, Qwen; EXAONE; Mistral; Sky-T1; Cohere; Kimi; Seed; Apertus; gpt-oss.
 _TAGS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",

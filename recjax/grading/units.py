@@ -54,7 +54,20 @@ _PREFIXES = {
     **{"": ("", 0), "h": ("hecto", 2), "k": ("kilo", 3), "M": ("mega", 6), "G": ("giga", 9), "T": ("tera", 12)},
     "p": ("pico", -12),
 }
-_UNPREFIXED = {"pm", "cd", "G", "M", "Gy", "mb", "Mb", "B", "b", "dB", "hl", "cal"}  # usual with another meaning
+_UNPREFIXED = {
+    "pm",
+    "cd",
+    "G",
+    "M",
+    "Gy",
+    "mb",
+    "Mb",
+    "B",
+    "b",
+    "dB",
+    "hl",
+    "cal",
+}  # These symbols usually have a different meaning.
 # Countable nouns of answers, in the singular; other forms of a noun follow a slash. An answer with a noun outside the
 # list is wrong, so the list may grow; uncountable words ("more", "left", "wrong") must not be added.
 _NOUNS = """
@@ -104,7 +117,7 @@ _TEMPERATURES = {
     "c": Unit(Fraction(1), (("temperature", 1),)),
     "f": Unit(Fraction(5, 9), (("temperature", 1),), Fraction(-32)),
 }
-NOTHING = Unit(Fraction(1), ())  # a unit without meaning, such as "units"
+NOTHING = Unit(Fraction(1), ())  # The word "units" has no meaning.
 _NAMELESS = re.compile(r"(?:square |sq\.? |cubic |cu\.? )?units?(?: ?(?:\^ ?\{?[1-4]\}?|squared|cubed))?", re.I)
 _FACTOR = re.compile(
     r"(?P<before>(?:square|sq\.?|cubic|cu\.?)\s+)?(?P<name>[a-zωΩμåÅ$€£¥₹¢°%\u4e00-\u9fff][a-zωΩμö$-]*)\.?"

@@ -32,10 +32,10 @@ _LARGEST_BITS = 25_000
 _MANY_TERMS = 300
 _AGREEMENTS = 4
 _FEW_POINTS = 14
-_MOST_POINTS = 300  # tested until _AGREEMENTS points define both expressions
+_MOST_POINTS = 300  # Points are tested until _AGREEMENTS of them define both expressions.
 _ONE_SIDED = 3  # points at which only the side with bars, or only the side without them, is defined
 _MOST_BORDERS = 8  # Points lie around this number of borders.
-_MOST_TERMS = 3000  # in a sum or product
+_MOST_TERMS = 3000  # A sum or product has at most this number of terms.
 _LARGEST = 50_000  # largest integer whose factorial is computed exactly
 _LONGEST_BITS = 5000  # _MANY_DIGITS have about this number of bits.
 _PRIME = 2**127 - 1
@@ -243,7 +243,7 @@ class _Points:
         if is_complex and _have_complex_letters(a, b):
             self.complex = set(_CONJUGATES)
         if contains((a, b), "sum", "product", "factorial", "factorial2", "binomial", "gcd", "lcm"):
-            self.positive |= self.counting  # a sum without terms is 0, but its closed form may differ
+            self.positive |= self.counting  # A sum without terms is 0, but its closed form may differ.
         self.least = _FEW_POINTS if self.unknown else 1
         self.most = _MOST_POINTS if self.unknown else 1
         borders = []
@@ -341,7 +341,7 @@ def _borders(node: Node) -> list[Node]:
 
 
 def _counted(node: Node) -> set[str]:
-    """The unknowns that a node makes whole numbers: n in n! and in the floor of n/2, but not x in the floor of x."""
+    """The unknowns that a node makes integers: n in n! and in the floor of n/2, but not x in the floor of x."""
     if node.kind in ("sum", "product"):
         return names(node.args[1:3])
     if node.kind == "pow" and node.args[0].kind == "number" and node.args[0].args[0] < 0:
@@ -403,7 +403,7 @@ def _with_negatives(values: list[Fraction]) -> list[Fraction]:
 
 
 def _first_value(name: str, index: int, counts: bool) -> Fraction:
-    """A value of a kind that depends on the index: positive, of both signs, small, large or whole."""
+    """A value of a kind that depends on the index: positive, of both signs, small, large, or an integer."""
     draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
     if counts:
         return Fraction(1 + random.Random(name).sample(range(_FEW_POINTS), _FEW_POINTS)[index])
@@ -476,7 +476,7 @@ def _whole(value: Fraction) -> int:
 def _factorial(value: Any) -> Any:
     if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _LARGEST:
         return Fraction(math.factorial(int(value)))
-    if not abs(value) < _LARGEST:  # too large, or not a number
+    if not abs(value) < _LARGEST:  # The value is too large, or is not a number.
         raise Undefined
     return mpmath.factorial(floating(value))
 
@@ -522,7 +522,7 @@ def _cross(a: Any, b: Any) -> Any:
 
 
 def _exponential(value: Any) -> Any:
-    if not abs(value) < 10**12:  # too large, or not a number
+    if not abs(value) < 10**12:  # The value is too large, or is not a number.
         raise Undefined
     return mpmath.exp(value)
 
@@ -715,7 +715,7 @@ class _Evaluation:
                 operators, sides = condition.args
                 pairs = itertools.pairwise(map(self.value, sides))
                 holds = all(_COMPARISONS[mark](*pair) for mark, pair in zip(operators, pairs, strict=True))
-            else:  # otherwise
+            else:  # The last case is for all other points.
                 holds = not values
             if holds:
                 values.append(self.value(case))

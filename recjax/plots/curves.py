@@ -49,7 +49,7 @@ def draw_curves(
         metrics: columns of the table; "METRIC − NAME" is a column of differences from the line NAME.
         band: function from a metric's values, a row per run and a column per step, to the ends of the band.
         names: labels in the figure for values of `lines` or `columns`; a value without a label keeps its own name.
-        more: functions that each draw another panel; only with a single column.
+        more: functions that each draw one more panel; only with a single column.
     """
     names = names or {}
     line_values = list(dict.fromkeys(table[lines]))
@@ -82,8 +82,8 @@ def draw_curves(
             for index, line in enumerate(line_values):
                 runs = in_column[in_column[lines] == line]
                 if len(runs):
-                    _draw_curve(axes, runs, metric, index, names.get(line, line), band)
-        for axes in row:  # Panels of a row share their limits, so all curves must be drawn before.
+                    _draw_curve(axes, runs, metric, index=index, label=names.get(line, line), band=band)
+        for axes in row:  # Panels of a row share their limits, so all curves are drawn before.
             _scale(axes, metric)
         name, _, against = metric.partition(" − ")
         label = LABELS.get(name, name)
@@ -114,6 +114,7 @@ def _draw_curve(
     axes: Axes,
     runs: pd.DataFrame,
     metric: str,
+    *,
     index: int,
     label: str,
     band: Callable[[pd.DataFrame], tuple[pd.Series, pd.Series]],
@@ -124,7 +125,7 @@ def _draw_curve(
         index: number of the line, which determines its color and style.
     """
     settings = list(runs.select_dtypes(exclude="number"))
-    values = runs.pivot_table(metric, settings, "step")  # a row per run
+    values = runs.pivot_table(metric, settings, "step")  # one row per run
     low, high = band(values)
     color = COLORS[index % len(COLORS)]
     style = STYLES[index // len(COLORS) % len(STYLES)]

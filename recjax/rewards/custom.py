@@ -86,10 +86,10 @@ class _Form(NamedTuple):
 
 
 def _form(reward: Reward) -> _Form:
-    """The call that the function's parameters ask for; a parameter with the name of a list never gets another list."""
+    """The call that the function's parameters ask for; a parameter with a list's name gets only that list."""
     try:
         parameters = inspect.signature(reward.function).parameters.values()
-    except (TypeError, ValueError):  # some functions of C
+    except (TypeError, ValueError):  # Some functions of C have no signature.
         return _Form(list(LISTS[:3]), {}, False)
     ordered = []
     named = {}
@@ -287,10 +287,12 @@ class _Noted:
     held: set[int] = dataclasses.field(default_factory=set)
 
 
-_noted: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar("noted", default=None)  # also in the event loop
+_noted: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar(
+    "noted", default=None
+)  # The event loop has it too.
 
 
-@functools.cache  # once in a process, because changing the events changes all code that Python has compiled
+@functools.cache  # A second change of the events would change all compiled code again.
 def _notes_raises() -> None:
     """Makes Python note variables when a function raises, from Python 3.12 on.
 
@@ -418,7 +420,7 @@ def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answere
     name = f"reward function {reward.name}" + ("" if part_name in (SCORE, reward.name) else f", part {part_name!r},")
     try:
         values = list(values)
-        if any(isinstance(value, str | bytes) for value in values):  # a text of digits would be a list of rewards
+        if any(isinstance(value, str | bytes) for value in values):  # A text of digits would be a list of rewards.
             raise TypeError("a text is no number")
         numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError, OverflowError) as error:

@@ -159,7 +159,7 @@ class Grading:
         if overlong is not None:
             parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
         weights = reward.weights
-        if task.reward or not self._config.task.agent:  # otherwise weights may belong to rewards that agents return
+        if task.reward or not self._config.task.agent:  # Otherwise weights may belong to rewards that agents return.
             check_parts(reward.name, [name for name in reward.weights if name not in (TURNS, ROWS)], parts)
         rewards = sum(weights.get(name, 1.0) * np.nan_to_num(values) for name, values in parts.items())
         rewards = np.where(failures > 0, 0.0, rewards)

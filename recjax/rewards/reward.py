@@ -20,7 +20,7 @@ from recjax.grading.graders import GRADERS
 from recjax.runtime.files import digest
 
 MODEL = "model:"  # beginning of task.reward that names a reward model's folder
-_REWARD_MODEL = "recjax.rewards.reward_model:RewardModel"  # by name, as it imports JAX
+_REWARD_MODEL = "recjax.rewards.reward_model:RewardModel"  # The module imports JAX, so it is not imported here.
 # Largest size of a reward or a part. Advantages and their squares are float32, which ends at 3e38.
 MOST_REWARD = 1e9
 

@@ -76,7 +76,7 @@ def math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMPT) ->
 
 def _math_problem(row: FileRow, system_prompt: str) -> Problem:
     stated = row.values.get("answer")
-    is_stated = stated is not None and stated == stated and stated != ""  # NaN also means no answer
+    is_stated = stated is not None and stated == stated and stated != ""  # NaN also means no answer.
     if is_stated:
         answer = row.text("answer") if isinstance(stated, str) else row.answer("answer", stated)
     else:

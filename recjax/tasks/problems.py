@@ -57,7 +57,7 @@ def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:
     return messages
 
 
-_encode = json.JSONEncoder(sort_keys=True).encode  # json.dumps would make an encoder for every problem
+_encode = json.JSONEncoder(sort_keys=True).encode  # json.dumps would make an encoder for every problem.
 
 
 def problem_text(prompt: str | list[dict[str, str]], answer: str | None) -> str:

@@ -204,7 +204,7 @@ def batch_prompts(
         return prompts.take(batch_indices(len(prompts.texts), count, batch, seed))
     sizes = Counter(problem.task for problem in prompts.problems)
     shares = task.shares()
-    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly 0
+    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # A weight of 0 adds exactly 0.
     offsets = np.random.default_rng([seed, 8]).random((batch, 1))
     drawn = np.diff(np.floor(ends + offsets), axis=1, prepend=0).astype(int)  # [batch, task]
     labels = np.random.default_rng([seed, 9, batch]).permutation(np.repeat(np.arange(len(shares)), drawn[-1]))
