@@ -60,9 +60,10 @@ class RewardModel:
         """Scores of the completions; `answers` are not read."""
         chats = []
         for prompt, text in zip(prompts, completions, strict=True):
-            messages = prompt
             if isinstance(prompt, str):
                 messages = [{"role": "user", "content": prompt}]
+            else:
+                messages = prompt
             chats.append([*messages, {"role": "assistant", "content": text}])
         is_chat = self._tokenizer.chat_template is not None or not all(isinstance(prompt, str) for prompt in prompts)
         if is_chat:
