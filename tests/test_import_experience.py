@@ -205,7 +205,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, name):
+def test_malformed_rows_are_refused_with_file_and_line(tmp_path, name):
     row, reason = BAD[name]
     character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
     good = {**PLAIN[0], "tokens": [3, 0], "logprobs": [-1.0, -1.0]}

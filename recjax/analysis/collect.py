@@ -4,7 +4,7 @@ import collections
 import difflib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from recjax.runs.stored_runs import base_policy
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = (  # every table has these metrics; NaN without a value
+# Every table has these metrics, with NaN where a run has no value.
+COLUMNS = (
     "reward",
     "accuracy",
     "completion_length",
@@ -38,7 +39,8 @@ COLUMNS = (  # every table has these metrics; NaN without a value
     "evaluation/reward",
     "evaluation/initial_kl",
 )
-_NOT_OF_BASE = {
+# Keys of `model` that do not change the initial policy.
+_TRAINING_KEYS = {
     "lora",
     "freeze",
     "teacher",
@@ -49,16 +51,16 @@ _NOT_OF_BASE = {
     "remat",
     "logprob_chunk",
 }
-WINDOW = 5  # optimizer steps averaged in a row of the table
+WINDOW = 5  # Each row of the table averages this number of optimizer steps.
 
 
 def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
-    """One row for every WINDOW steps of every run: its settings, the window's last step, and means of all metrics.
+    """The table of several runs: for every WINDOW steps of a run, its settings, the last step, and all metrics' means.
 
     An evaluation keeps its own step; the evaluation before training has step 0. An evaluation within a window has a
     separate row, whose other columns are NaN.
 
-    A warning names runs that should begin with one policy and do not.
+    A warning names runs that should start from one policy and do not.
 
     Raises:
         UserError: none of the runs has metrics yet.
@@ -69,72 +71,83 @@ def collect(runs: Sequence[SweepRun]) -> pd.DataFrame:
 
 
 def mixed_bases(runs: Sequence[SweepRun]) -> list[str]:
-    """Runs of a sweep that should begin with one policy and began with several, in words; [] if the records agree.
+    """Runs of a sweep that should start from one policy and started from several, in words; [] if the records agree.
 
-    Runs should begin with one policy if they have the same seed of it, model, warm start and task. Records of older
+    Runs should start from one policy if they have the same policy seed, model, warm start and task. Records of older
     versions have no digest of the policy.
     """
     groups = collections.defaultdict(lambda: collections.defaultdict(list))
     for run in runs:
         config = run.config
-        model = config.model.model_dump(exclude=_NOT_OF_BASE)
+        model = config.model.model_dump(exclude=_TRAINING_KEYS)
         task = config.task.model_dump() if config.warm_start else {}
-        same = repr((config.seed_of_base, model, config.warm_start, task))
-        if (digest := base_policy(Path(config.output))) is not None:
-            groups[same][digest].append(run.name)
-    return [
-        "runs with one seed, model and task began with several initial policies, so that their differences include"
-        " those of the policies: "
-        + " and ".join(f"{digest} ({', '.join(names)})" for digest, names in bases.items())
-        + "; make the runs of all but one again"
-        for bases in groups.values()
-        if len(bases) > 1
-    ]
+        group = repr((config.seed_of_base, model, config.warm_start, task))
+        digest = base_policy(Path(config.output))
+        if digest is not None:
+            groups[group][digest].append(run.name)
+    warnings = []
+    for bases in groups.values():
+        if len(bases) > 1:
+            policies = [f"{digest} ({', '.join(names)})" for digest, names in bases.items()]
+            warnings.append(
+                "runs with one seed, model and task began with several initial policies, so that their differences"
+                f" include those of the policies: {' and '.join(policies)}; make the runs of all but one again"
+            )
+    return warnings
 
 
 def differing_starts(
     table: pd.DataFrame, axes: Sequence[str] = ("seed",), metric: str = "evaluation/accuracy"
 ) -> list[str]:
-    """Runs of a table that have different values of a metric at step 0, though they should begin with one policy.
+    """Runs of a table that have different values of a metric at step 0, though they should start from one policy.
 
-    For tables without the records of their runs.
+    It serves tables whose run folders are not at hand.
 
     Args:
         axes: settings that determine the policy.
     """
     first = table[table["step"] == 0].dropna(subset=[metric])
-    values: Any = first.groupby([*axes])[metric].unique()
-    return [
-        f"{', '.join(f'{axis} {value}' for axis, value in zip(axes, np.atleast_1d(axis_values), strict=True))}:"
-        f" {metric} at step 0 = {', '.join(f'{value:.4g}' for value in sorted(metric_values))}"
-        for axis_values, metric_values in values.items()
-        if len(metric_values) > 1
-    ]
+    values: Any = first.groupby(list(axes))[metric].unique()
+    words = []
+    for axis_values, metric_values in values.items():
+        if len(metric_values) > 1:
+            settings = zip(axes, np.atleast_1d(axis_values), strict=True)
+            group = ", ".join(f"{axis} {value}" for axis, value in settings)
+            numbers = ", ".join(f"{value:.4g}" for value in sorted(metric_values))
+            words.append(f"{group}: {metric} at step 0 = {numbers}")
+    return words
 
 
 def metrics_of(folders: Sequence[tuple[dict[str, str], Path]]) -> pd.DataFrame:
-    """`collect` for folders of runs, or of evaluations, with the settings that name them in the table."""
+    """The table of run or evaluation folders, each with the settings that name it; see `collect`."""
     tables = []
     for settings, folder in folders:
         rows = read_metrics(folder / "metrics.jsonl")
-        if not rows and (folder / "results.json").is_file():  # an evaluation, which has a single step
-            metrics = json.loads((folder / "results.json").read_text(encoding="utf-8"))["metrics"]
-            rows = [{"step": 1} | {f"evaluation/{name}": each["value"] for name, each in metrics.items()}]
+        results = folder / "results.json"
+        if not rows and results.is_file():  # An evaluation has a single step.
+            metrics = json.loads(results.read_text(encoding="utf-8"))["metrics"]
+            row = {f"evaluation/{name}": metric["value"] for name, metric in metrics.items()}
+            row["step"] = 1
+            rows = [row]
         if rows:
-            table = pd.DataFrame(rows)
-            ends = (table["step"] + WINDOW - 1) // WINDOW * WINDOW
-            names = dict.fromkeys([*COLUMNS, *table.select_dtypes("number")])
-            # A metric that has the name of an axis, such as learning_rate, is not in the table.
-            values = table.reindex(columns=[name for name in names if name not in {"step", *settings}])
-            evaluated = values.filter(like="evaluation/")
-            windows = values.drop(columns=evaluated.columns).groupby(ends).mean()
-            evaluated = evaluated.dropna(how="all").groupby(table["step"]).mean()
-            table = windows.join(evaluated, how="outer").reset_index()
-            tables.append(pd.concat([pd.DataFrame(settings, index=table.index), table], axis=1))
+            windows = _windows(pd.DataFrame(rows), settings)
+            tables.append(pd.concat([pd.DataFrame(settings, index=windows.index), windows], axis=1))
     if not tables:
         raise UserError(folders[0][1], "no metrics yet", "start the run, or wait for its first evaluation")
     table = pd.concat(tables, ignore_index=True)
     return table.astype(dict.fromkeys(metrics_in(table), "float32"))
+
+
+def _windows(rows: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
+    """A run's rows of metrics averaged over WINDOW steps; evaluations keep their own step."""
+    names = dict.fromkeys([*COLUMNS, *rows.select_dtypes("number")])
+    # A metric that has the name of an axis, such as learning_rate, is not in the table.
+    values = rows.reindex(columns=[name for name in names if name != "step" and name not in settings])
+    evaluated = values.filter(like="evaluation/")
+    window_ends = (rows["step"] + WINDOW - 1) // WINDOW * WINDOW
+    means = values.drop(columns=evaluated.columns).groupby(window_ends).mean()
+    evaluations = evaluated.dropna(how="all").groupby(rows["step"]).mean()
+    return means.join(evaluations, how="outer").reset_index()
 
 
 def read_folders(folders: Sequence[str | Path]) -> pd.DataFrame:
@@ -162,7 +175,8 @@ def read_runs(source: str | Path, smoke: bool = False) -> pd.DataFrame:
             table = pd.read_parquet(source)
         except (OSError, ValueError) as error:
             raise UserError(source, f"not a Parquet file ({error})", "write it with --table again") from error
-        if "step" not in table or not axes_of(table) or not set(COLUMNS) & set(table):
+        has_metrics = any(name in table for name in COLUMNS)
+        if "step" not in table or not axes_of(table) or not has_metrics:
             raise UserError(source, "not a table of runs with settings, steps and metrics", "write one with --table")
         return table
     return collect(read_sweep(source, smoke)[1])
@@ -180,7 +194,8 @@ def metrics_in(table: pd.DataFrame) -> list[str]:
 
 def without_other_metrics(table: pd.DataFrame, names: Sequence[str] = ()) -> pd.DataFrame:
     """A table with only COLUMNS and `names`, small enough to commit with its figures."""
-    return table.drop(columns={*metrics_in(table)} - {*COLUMNS, *names})
+    others = [name for name in metrics_in(table) if name not in COLUMNS and name not in names]
+    return table.drop(columns=others)
 
 
 def check_metrics(table: pd.DataFrame, names: Sequence[str], flag: str) -> None:
@@ -189,10 +204,12 @@ def check_metrics(table: pd.DataFrame, names: Sequence[str], flag: str) -> None:
     Raises:
         UserError: a name is neither.
     """
-    known = dict.fromkeys([*COLUMNS, *metrics_in(table)])
+    metrics = list(dict.fromkeys([*COLUMNS, *metrics_in(table)]))
     for name in names:
-        if name not in known:
-            similar = (
-                difflib.get_close_matches(name, known, n=3) or [other for other in known if name in other] or known
-            )
+        if name not in metrics:
+            similar = difflib.get_close_matches(name, metrics, n=3)
+            if not similar:
+                similar = [metric for metric in metrics if name in metric]
+            if not similar:
+                similar = metrics
             raise UserError(f"{flag} {name!r}", "the runs have no such metric", f"name one of {', '.join(similar)}")

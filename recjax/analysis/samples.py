@@ -1,4 +1,4 @@
-"""Metrics of several completions a problem: pass@k, majority@k, and means with intervals over problems."""
+"""Metrics of several completions per problem: pass@k, majority@k, and means with intervals over problems."""
 
 import functools
 import math
@@ -15,12 +15,12 @@ from recjax.analysis.statistics import wilson_interval
 
 # Metrics whose values are from 0 to 1.
 _SHARES = {"accuracy", "right_and_ended", "pass", "majority", "truncated"}
-_FEW = 10  # with fewer right or wrong answers, a mean over problems is far from normal
+_FEW = 10  # With fewer right or wrong answers, a mean over problems is far from normal
 QUANTILES = {"q10": 0.1, "median": 0.5, "q90": 0.9}
 
 
 def pass_at_k(accurate: int, samples: int, k: int) -> float:
-    """The chance that k of the samples, chosen without replacement, hold an accurate one: 1 − C(n−c, k) / C(n, k).
+    """Chance that k samples, drawn without replacement, contain an accurate one: 1 − C(n−c, k) / C(n, k).
 
     It computes with integers up to the one division, so the result is exact to a float's precision for every n.
 
@@ -35,14 +35,14 @@ def pass_at_k(accurate: int, samples: int, k: int) -> float:
 
 
 def majority_at_k(votes: Sequence[Hashable | None], accurate: Sequence[bool]) -> np.ndarray:
-    """The value of the most frequent answer among k samples, for k = 1 … n: the mean over all C(n, k) subsets.
+    """Mean value of the most frequent answer over all C(n, k) subsets of k samples, for k = 1 … n.
 
     An answer's value is the share of accurate completions among all completions with this answer: 0 or 1, unless
     accuracy depends on more than the answer. Tied answers share the win equally. Samples without an answer have no
     vote; a subset without a vote has value 0.
 
     Args:
-        votes: each sample's answer; None: it gives none.
+        votes: each sample's answer, or None if it gives none.
         accurate: whether each sample is right.
     """
     counts = Counter(vote for vote in votes if vote is not None)
@@ -95,84 +95,125 @@ def results(rows: pd.DataFrame, groups: int | None = None) -> dict[str, Any]:
     If a completion has no verdict, metrics of right answers are missing.
 
     Args:
-        rows: one a completion: problem, answer, parsed, difficulty, reward, reward/…, accurate (None: no verdict),
+        rows: one per completion: problem, answer, parsed, difficulty, reward, reward/…, accurate (None: no verdict),
             truncated, tokens; the rows of a problem are consecutive.
-        groups: number of problems, including those without completions, which `unplayed` counts; None: all have some.
+        groups: number of problems, including problems without completions, which `unplayed` counts; None if all have
+            completions.
     """
-    has_verdicts = bool(rows["accurate"].notna().all())
     is_right = rows["accurate"].eq(True)
+    has_verdicts = bool(rows["accurate"].notna().all())
     rows = rows.assign(accurate=is_right, right_and_ended=is_right & ~rows["truncated"].astype(bool))
-    starts = np.flatnonzero(np.diff(rows["problem"])) + 1
+    counts = np.array([len(answers) for answers in _by_problem(rows, "answer")])
+    problems = len(counts)
+    values = {}
+    if has_verdicts:
+        values |= _verdict_values(rows, counts)
+    values["reward"] = _known_means(rows, "reward")
+    for column in rows.columns:
+        # In a mixture, the rewards of different tasks have different parts.
+        if column.startswith("reward/") and rows[column].notna().any():
+            values[column] = _known_means(rows, column)
+    values["truncated"] = _known_means(rows, "truncated")
+    values["completion_length"] = _known_means(rows, "tokens")
+    metrics = {}
+    for name, numbers in values.items():
+        kind = name.partition("@")[0]
+        metrics[name] = _with_interval(numbers, kind in _SHARES)
+        if "@" in name and len(numbers) < problems:
+            metrics[name]["problems"] = len(numbers)
+    metrics |= _length_quantiles(rows, counts)
 
-    def as_floats(values: np.ndarray) -> np.ndarray:
-        return np.asarray(values, np.float64)
+    difficulty = {}
+    if has_verdicts:
+        labels = np.array([labels[0] for labels in _by_problem(rows, "difficulty")], object)
+        for label in sorted({label for label in labels if not pd.isna(label)}, key=_natural_order):
+            numbers = values["accuracy"][labels == label]
+            difficulty[label] = _with_interval(numbers, is_share=True) | {"problems": len(numbers)}
+    answers = Counter(answers[0] for answers in _by_problem(rows, "answer"))
+    constant, count = answers.most_common(1)[0]
+    return {
+        "problems": problems,
+        "samples": int(counts.max()),
+        "unplayed": (groups or problems) - problems,
+        "metrics": metrics,
+        "difficulty": difficulty,
+        "constant_answer": {"answer": constant, "share": count / problems},
+    }
 
-    def by_problem(column: str) -> list[np.ndarray]:
-        return np.split(rows[column].to_numpy(), starts)
 
-    def known_means(column: str) -> np.ndarray:
-        """Each problem's mean over its completions with a reward; problems without such a completion are excluded."""
-        known = [values[~np.isnan(values)] for values in map(as_floats, by_problem(column))]
-        return np.array([values.mean() for values in known if len(values)] or [np.nan])
+def _by_problem(rows: pd.DataFrame, column: str) -> list[np.ndarray]:
+    """A column's values, one array per problem."""
+    problem_starts = np.flatnonzero(np.diff(rows["problem"])) + 1
+    return np.split(rows[column].to_numpy(), problem_starts)
 
-    def quantile_of(places: np.ndarray, axis: int = -1, *, share: float) -> np.ndarray:
-        quantile = np.quantile if lengths.size == len(rows) else np.nanquantile
-        return quantile(lengths[places].reshape(*places.shape[:-1], -1), share, axis=-1)
 
-    accurate = by_problem("accurate")
-    counts = np.array([len(each) for each in accurate])
+def _known_means(rows: pd.DataFrame, column: str) -> np.ndarray:
+    """Each problem's mean over its completions with a value; problems without such a completion are excluded."""
+    means = []
+    for values in _by_problem(rows, column):
+        values = np.asarray(values, np.float64)
+        known = values[~np.isnan(values)]
+        if len(known):
+            means.append(known.mean())
+    return np.array(means or [np.nan])
+
+
+def _verdict_values(rows: pd.DataFrame, counts: np.ndarray) -> dict[str, np.ndarray]:
+    """The metrics of right answers, with one number per problem; pass@k and majority@k need k completions.
+
+    Args:
+        counts: each problem's number of completions.
+    """
+    right = []
+    majority = []
+    for parsed, accurate in zip(_by_problem(rows, "parsed"), _by_problem(rows, "accurate"), strict=True):
+        votes = np.where(pd.isna(parsed), cast(Any, None), parsed)
+        right.append(int(accurate.sum()))
+        majority.append(majority_at_k(votes.tolist(), accurate.tolist()))
+    pass_values = {}
+    majority_values = {}
+    for k in sizes(int(counts.max())):
+        indices = np.flatnonzero(counts >= k)
+        pass_values[f"pass@{k}"] = np.array([pass_at_k(right[i], int(counts[i]), k) for i in indices])
+        majority_values[f"majority@{k}"] = np.array([majority[i][k - 1] for i in indices])
+    means = {"accuracy": _known_means(rows, "accurate"), "right_and_ended": _known_means(rows, "right_and_ended")}
+    return means | pass_values | majority_values
+
+
+def _length_quantiles(rows: pd.DataFrame, counts: np.ndarray) -> dict[str, dict[str, float | None]]:
+    """Quantiles of the completions' lengths, with intervals from resampled problems.
+
+    Args:
+        counts: each problem's number of completions.
+    """
     problems = len(counts)
     samples = int(counts.max())
     lengths = np.full((problems, samples), np.nan)
     lengths[np.arange(samples) < counts[:, None]] = rows["tokens"]
-    votes = [np.where(pd.isna(parsed), cast(Any, None), parsed).tolist() for parsed in by_problem("parsed")]
-    majority = [majority_at_k(*row) for row in zip(votes, map(np.ndarray.tolist, accurate), strict=True)]
-    right = [int(each.sum()) for each in accurate]
-    # In a mixture, the rewards of different tasks have different parts.
-    parts = [column for column in rows.columns if column.startswith("reward/") and rows[column].notna().any()]
-    problems_by_k = {k: np.flatnonzero(counts >= k) for k in sizes(samples)}
-    values = {
-        "accuracy": known_means("accurate"),
-        "right_and_ended": known_means("right_and_ended"),
-        **{
-            f"pass@{k}": np.array([pass_at_k(right[i], int(counts[i]), k) for i in indices])
-            for k, indices in problems_by_k.items()
-        },
-        **{f"majority@{k}": np.array([majority[i][k - 1] for i in indices]) for k, indices in problems_by_k.items()},
-        **{column: known_means(column) for column in ("reward", *parts)},
-        "truncated": known_means("truncated"),
-        "completion_length": known_means("tokens"),
-    }
-    if not has_verdicts:
-        of_answers = re.compile(r"accuracy|right_and_ended|(pass|majority)@\d+")
-        values = {name: numbers for name, numbers in values.items() if not of_answers.fullmatch(name)}
-    metrics = {name: _with_interval(numbers, name.partition("@")[0] in _SHARES) for name, numbers in values.items()}
-    for name, numbers in values.items():
-        if "@" in name and len(numbers) < problems:
-            metrics[name]["problems"] = len(numbers)
-    for name, share in QUANTILES.items():  # over all completions, with problems resampled whole
-        value = np.quantile(rows["tokens"], share)
+    # np.nanquantile is slower.
+    quantile = np.quantile if lengths.size == len(rows) else np.nanquantile
+
+    def resampled_quantile(indices: np.ndarray, axis: int = -1, *, share: float) -> np.ndarray:
+        return quantile(lengths[indices].reshape(*indices.shape[:-1], -1), share, axis=-1)
+
+    quantiles = {}
+    for name, share in QUANTILES.items():
         low = None
         high = None
         if problems > 1:
-            statistic = functools.partial(quantile_of, share=share)
+            statistic = functools.partial(resampled_quantile, share=share)
             low, high = interval(np.arange(problems), statistic, lengths.size, resamples=999)
-        metrics[f"completion_length/{name}"] = {"value": float(value), "low": low, "high": high}
+        value = float(np.quantile(rows["tokens"], share))
+        quantiles[f"completion_length/{name}"] = {"value": value, "low": low, "high": high}
+    return quantiles
 
-    difficulty = np.array([labels[0] for labels in by_problem("difficulty")], object)
-    # "Level 10" comes after "Level 9".
-    labels = {label for label in difficulty if not pd.isna(label)}
-    labels = sorted(labels, key=lambda label: [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", label)])
-    parts = {label: values["accuracy"][difficulty == label] for label in labels} if has_verdicts else {}
-    constant, count = Counter(answers[0] for answers in by_problem("answer")).most_common(1)[0]
-    return {
-        "problems": problems,
-        "samples": samples,
-        "unplayed": (groups or problems) - problems,
-        "metrics": metrics,
-        "difficulty": {label: _with_interval(each, True) | {"problems": len(each)} for label, each in parts.items()},
-        "constant_answer": {"answer": constant, "share": count / problems},
-    }
+
+def _natural_order(label: str) -> list[int | str]:
+    """A key that sorts "Level 10" after "Level 9"."""
+    fields: list[int | str] = []
+    for field in re.split(r"(\d+)", label):
+        fields.append(int(field) if field.isdecimal() else field)
+    return fields
 
 
 def _with_interval(values: np.ndarray, is_share: bool) -> dict[str, float | None]:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from recjax.errors import UserError
 
 LEVEL = 0.05  # highest p-value of a difference
-MIN_SEEDS = 6  # fewer seeds give no verdict: a sign-flip test of five differences has no p-value below 0.06
+MIN_SEEDS = 6  # Fewer seeds give no verdict: a sign-flip test of five differences has no p-value below 0.06
 SEED = "seed"  # name of the axis
 _POWER = 0.8  # probability with which a planned experiment shows the difference that it was planned for
 _MOST_SEEDS = 10_000
@@ -117,10 +117,10 @@ def sign_flip_p(differences: Float[np.ndarray, " seeds"]) -> float:
         signs = 1 - 2 * ((np.arange(2 ** len(differences))[:, None] >> np.arange(len(differences))) & 1)
     else:
         signs = np.random.default_rng(0).choice((-1, 1), (_RESAMPLES, len(differences)))
-        signs = np.vstack([np.ones(len(differences)), signs])  # the flip that was observed counts as well
+        signs = np.vstack([np.ones(len(differences)), signs])  # The observed flip counts as well.
     sums = np.abs(signs @ differences)
     observed = np.abs(np.sum(differences))
-    # Equal sums in another order of addition differ in the last digits.
+    # Equal sums with a different order of addition differ in the last digits.
     return float(np.mean(sums >= observed - 1e-12 * np.abs(differences).sum()))
 
 

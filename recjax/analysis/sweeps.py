@@ -9,12 +9,13 @@ from recjax.config import Config, make_config
 from recjax.config.yaml_values import read_yaml_file, write_override
 from recjax.errors import UserError
 
-LOGS = "logs"  # the folder next to the runs' folders
-_OPTIONAL = ("overrides", "smoke")  # keys of a file
+LOGS = "logs"  # This folder lies next to the run folders.
+_REQUIRED_KEYS = ("config", "grids", "output", "settings")
+_OPTIONAL_KEYS = ("overrides", "smoke")
 
 
 class SweepRun(NamedTuple):
-    """One run: its place in the grid, the command line that makes it, and the config that gives."""
+    """One run: its settings in the grid, its overrides on the command line, and the resulting config."""
 
     settings: dict[str, str]
     overrides: list[str]
@@ -26,9 +27,11 @@ class SweepRun(NamedTuple):
         return "__".join(self.settings.values())
 
     def steps_done(self) -> int:
-        """Number of optimizer steps in the run's metrics, which begin with a row before the first step."""
+        """Number of optimizer steps in the run's metrics, which start with a row before the first step."""
         path = Path(self.config.output) / "metrics.jsonl"
-        rows = path.read_bytes().count(b"\n") if path.is_file() else 0
+        if not path.is_file():
+            return 0
+        rows = path.read_bytes().count(b"\n")
         return min(max(rows - 1, 0), self.config.training.steps)
 
 
@@ -45,42 +48,54 @@ def read_sweep(path: str | Path, smoke: bool = False, extra: Sequence[str] = ())
     if not path.is_file():
         raise UserError(f"{str(path)!r}", "no such sweep file", "name a YAML file")
     content = read_yaml_file(path)
-    needed = {"config", "output", "settings", "grids"}
-    known = ["config", "output", "settings", "grids", *_OPTIONAL]
-    if not isinstance(content, dict) or content.keys() - known or needed - content.keys():
-        raise UserError(path, f"must have the keys {', '.join(sorted(needed))}, and may have {' and '.join(_OPTIONAL)}")
-    section = content.get("smoke") if smoke else content
+    is_mapping = isinstance(content, dict)
+    if not is_mapping or content.keys() - _REQUIRED_KEYS - set(_OPTIONAL_KEYS) or set(_REQUIRED_KEYS) - content.keys():
+        required = ", ".join(_REQUIRED_KEYS)
+        raise UserError(path, f"must have the keys {required}, and may have {' and '.join(_OPTIONAL_KEYS)}")
+    section = content
+    if smoke:
+        section = content.get("smoke")
     if not isinstance(section, dict) or "grids" not in section:
         raise UserError(path, "--smoke needs a block 'smoke' with 'grids' and, optionally, 'overrides'")
     for key in ("config", "output"):
         if not isinstance(content[key], str):
             raise UserError(f"{path}: {key}", "must be text", "put it in quotes", value=content[key])
-    output = content["output"] + ("_smoke" if smoke else "")
-    settings: dict[str, dict[str, list[tuple[str, Any]]]] = {}  # axis → name → changes of the config
+    output = content["output"]
+    if smoke:
+        output += "_smoke"
+    settings: dict[str, dict[str, list[tuple[str, Any]]]] = {}  # Maps an axis and a name to changes of the config.
     for axis, block in _mapping(path, "settings", content["settings"]):
         names = _mapping(path, f"settings.{axis}", block)
         settings[axis] = {name: _mapping(path, f"settings.{axis}.{name}", changes) for name, changes in names}
-    shared = [_mapping(path, "overrides", content.get("overrides"))]
-    last = [_mapping(path, "smoke.overrides", section.get("overrides"))] if smoke else []
+    shared_changes = _mapping(path, "overrides", content.get("overrides"))
+    smoke_changes = []
+    if smoke:
+        smoke_changes = _mapping(path, "smoke.overrides", section.get("overrides"))
     if not isinstance(section["grids"], list) or not section["grids"]:
         raise UserError(f"{path}: grids", "must be a list of at least one grid", value=section["grids"])
     base = path.parent / content["config"]
     values = read_yaml_file(base)
     runs: dict[str, SweepRun] = {}
-    for chosen in itertools.chain.from_iterable(_cross(path, settings, grid) for grid in section["grids"]):
+    choices = itertools.chain.from_iterable(_cross(path, settings, grid) for grid in section["grids"])
+    for chosen in choices:
         name = "__".join(chosen.values())
         if name == LOGS:
             raise UserError(path, f"the setting {name} has the name of the logs' folder", "rename it")
         if name not in runs:
-            blocks = [*shared, *(settings[axis][key] for axis, key in chosen.items()), *last]
-            overrides = [write_override(*change) for change in itertools.chain.from_iterable(blocks)]
-            overrides += [*extra, write_override("output", f"{output}/{name}")]
+            changes = list(shared_changes)
+            for axis, setting in chosen.items():
+                changes += settings[axis][setting]
+            changes += smoke_changes
+            overrides = [write_override(key, value) for key, value in changes]
+            overrides += extra
+            overrides.append(write_override("output", f"{output}/{name}"))
             try:
                 runs[name] = SweepRun(chosen, overrides, make_config(values, overrides, str(base)))
             except UserError as error:
                 raise error.within(f"{path}: run {name}") from error
         elif runs[name].settings != chosen:
-            first_names, second_names = (" and ".join(names.values()) for names in (runs[name].settings, chosen))
+            first_names = " and ".join(runs[name].settings.values())
+            second_names = " and ".join(chosen.values())
             raise UserError(
                 path, f"{first_names}, and {second_names}, would both be run {name}", "rename one of these settings"
             )
@@ -91,13 +106,15 @@ def _mapping(path: Path, block_name: str, block: Any) -> list[tuple[str, Any]]:
     """The keys, as text, and values of a block of the file; an empty list for an empty block."""
     if not isinstance(block, dict | None):
         raise UserError(f"{path}: {block_name}", "must be a block of keys and values", value=block)
-    pairs = [(str(key), value) for key, value in (block or {}).items()]
-    names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(
-            path, f"{block_name}: the name {twice[0]!r} occurs twice (1 and '1' are one name)", "rename one"
-        )
-    return pairs
+    if not block:
+        return []
+    names = [str(key) for key in block]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(
+                path, f"{block_name}: the name {name!r} occurs twice (1 and '1' are one name)", "rename one"
+            )
+    return list(zip(names, block.values(), strict=True))
 
 
 def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, str]]:
@@ -108,7 +125,12 @@ def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, s
     for axis, defined in settings.items():
         if grid[axis] != "all" and not isinstance(grid[axis], list):
             raise UserError(f"{path}: {axis}", "must be a list of names, or all", value=grid[axis])
-        choices.append([*defined] if grid[axis] == "all" else [str(name) for name in grid[axis]])
-        if unknown := [name for name in choices[-1] if name not in defined]:
-            raise UserError(path, f"{axis}: {unknown[0]!r} is not among settings.{axis}: {', '.join(defined)}")
+        if grid[axis] == "all":
+            names = list(defined)
+        else:
+            names = [str(name) for name in grid[axis]]
+        for name in names:
+            if name not in defined:
+                raise UserError(path, f"{axis}: {name!r} is not among settings.{axis}: {', '.join(defined)}")
+        choices.append(names)
     return [dict(zip(settings, names, strict=True)) for names in itertools.product(*choices)]

@@ -7,7 +7,7 @@ or JAX stays in recjax.rewards. The public names are imported on first use, beca
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # editors and type checkers do not call `__getattr__`
+if TYPE_CHECKING:  # Editors and type checkers do not call `__getattr__`
     from recjax.grading.math_answers import explain, is_right, math_reward
 
 __all__ = ["explain", "is_right", "math_reward"]
@@ -20,5 +20,5 @@ def _imported(name: str) -> object:
     return getattr(importlib.import_module("recjax.grading.math_answers"), name)
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for a public one
+if not TYPE_CHECKING:  # A type checker would take every name for a public one
     __getattr__ = _imported

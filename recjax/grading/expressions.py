@@ -3,6 +3,7 @@
 `syntax` reads both answers, `values` compares expressions, and SymPy solves inequalities and factors equations.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -28,7 +29,7 @@ from recjax.grading.syntax import (
 )
 from recjax.grading.units import NOTHING, Unit
 
-_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
+_ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot|operatorname\{cis\})(?![a-z])")
 _SYMMETRIC = {"=", r"\neq", r"\equiv", r"\sim", r"\cong", r"\parallel", r"\perp", r"\Leftrightarrow", r"\iff"}
 UNIT_VECTOR = re.compile(r"\\hat\{[ijk]\}")
 MARKED_LETTER = re.compile(r"(\\(?:mathbf|hat|vec)\{(\w)\})")
@@ -39,11 +40,22 @@ OR = re.compile(r" ?(?:\\text ?\{ ?or ?\}|\bor\b|\\vee) ?")
 _AND = re.compile(r" ?(?:\\text ?\{ ?and ?\}|\band\b|\\wedge) ?")
 _TURNED = {">": "<", r"\ge": r"\le", r"\supset": r"\subset", r"\supseteq": r"\subseteq", r"\gg": r"\ll"}
 _ORDERS = ("<", r"\le")
+_COMPARABLE = ("<", r"\le", "=", r"\neq")
 _INEQUALITIES = {"<": sympy.Lt, r"\le": sympy.Le, r"\neq": sympy.Ne}
 _INTERVALS = ("()", "(]", "[)", "[]")
 _NUMBER_SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals}
-_COUNTED = 48  # the largest counter of general solutions
-_MOST_PARTS = 80  # of an equation to factor or an inequality to solve
+_SYMPY_CONSTANTS = {r"\pi": sympy.pi, "e": sympy.E, "i": sympy.I, r"\infty": sympy.oo}
+_SYMPY_FUNCTIONS = {
+    "sin": sympy.sin,
+    "cos": sympy.cos,
+    "tan": sympy.tan,
+    "exp": sympy.exp,
+    "ln": sympy.log,
+    "abs": sympy.Abs,
+}
+_REGION = re.compile(r"[<>\[\]]|\\(?:le|ge|neq|cup|cap|setminus|mathbb|in)(?![a-z])|,")
+_COUNTED = 48  # General solutions are compared up to this counter.
+_MOST_PARTS = 80  # An equation to factor, or an inequality to solve, has at most this number of parts.
 
 
 def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
@@ -60,19 +72,20 @@ def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
             return False
         stated = None
     # One side may omit its unit; only a bare number may add one.
-    factors = [
-        got_unit.factor / wanted_unit.factor
-        for wanted_unit in wanted_units
-        for got_unit in got_units
-        if wanted_unit.dimensions == got_unit.dimensions
-    ]
-    if (wanted_units and got_units and not factors) or (got != answer and wanted == truth and not is_constant(truth)):
+    factor = _unit_ratio(got_units, wanted_units)
+    if wanted_units and got_units and factor is None:
         return False
-    if (match := _ROUNDED.fullmatch(got)) and (rounded := quantity(match["decimal"])):
-        value = values.decimal(parse_math(match["exact"]) or _INFINITE)
-        if value is None or abs(value - rounded.value) > (rounded.last_place or 0):
-            return False
-        got = match["exact"]
+    if got != answer and wanted == truth and not is_constant(truth):
+        return False
+    match = _ROUNDED.fullmatch(got)
+    if match:
+        rounded = quantity(match["decimal"])
+        if rounded:
+            value = values.decimal(parse_math(match["exact"]) or _INFINITE)
+            last_place = rounded.last_place or 0
+            if value is None or abs(value - rounded.value) > last_place:
+                return False
+            got = match["exact"]
     wanted_tree = parse_math(wanted, _marks(wanted, got))
     got_tree = parse_math(got, _marks(got, wanted))
     if wanted_tree is None or got_tree is None:
@@ -83,18 +96,30 @@ def same_expression(truth: str, answer: str, stated: Quantity | None) -> bool:
     got_tree = _in_factors(got, got_tree, wanted_tree)
     if wanted_tree is None or got_tree is None:
         return False
-    if factors and factors[0] != 1:
-        got_tree = Node("mul", (number(factors[0]), got_tree))
-    if (
-        stated is not None
-        and stated.last_place is not None
-        and not names(wanted_tree)
-        and wanted_tree.kind != "relation"
-    ):
-        value = values.decimal(wanted_tree)
-        can_be_rounded = not values.is_ending_decimal(wanted_tree)
-        return value is not None and (stated.value == value or (can_be_rounded and is_rounding(stated, value)))
+    if factor is not None and factor != 1:
+        got_tree = Node("mul", (number(factor), got_tree))
+    is_number = not names(wanted_tree) and wanted_tree.kind != "relation"
+    if is_number and stated is not None and stated.last_place is not None:
+        return _is_stated(wanted_tree, stated)
     return _same(wanted_tree, got_tree, "°" in truth or r"\pi" in truth)
+
+
+def _unit_ratio(got_units: tuple[Unit, ...], wanted_units: tuple[Unit, ...]) -> Fraction | None:
+    """The size of the first unit in the second one, for the first readings that measure the same; None without such."""
+    for wanted_unit, got_unit in itertools.product(wanted_units, got_units):
+        if wanted_unit.dimensions == got_unit.dimensions:
+            return got_unit.factor / wanted_unit.factor
+    return None
+
+
+def _is_stated(wanted: Node, stated: Quantity) -> bool:
+    """True if a decimal is a constant's value, or a rounding of a value with endless decimals."""
+    value = values.decimal(wanted)
+    if value is None:
+        return False
+    if stated.value == value:
+        return True
+    return not values.is_ending_decimal(wanted) and is_rounding(stated, value)
 
 
 def _marks(text: str, other_text: str) -> frozenset[tuple[str, str]]:
@@ -105,7 +130,7 @@ def _marks(text: str, other_text: str) -> frozenset[tuple[str, str]]:
     marked = {(letter, name) for name, letter in MARKED_LETTER.findall(other_text)}
     if MARKED_LETTER.search(text):
         return frozenset((rf"\mathbf{{{letter}}}", name) for letter, name in marked)
-    has_units = len({*UNIT_VECTOR.findall(other_text)}) > 1
+    has_units = len(set(UNIT_VECTOR.findall(other_text))) > 1
     return frozenset(pair for pair in marked if "bf" in pair[1] or (has_units and pair[0] in "ijk"))
 
 
@@ -125,7 +150,9 @@ def is_constant(text: str) -> bool:
     """True if a text, in the notation of `notation.plain`, is a real number, computed or not."""
     tree = parse_math(text)
     excluded = ("relation", "matrix", "i", r"\infty", *BRACKETS)
-    return tree is not None and not names(tree) and not contains(tree, *excluded)
+    if tree is None or names(tree):
+        return False
+    return not contains(tree, *excluded)
 
 
 def names_its_unit(text: str) -> bool:
@@ -138,12 +165,17 @@ def _without_unit(text: str, drops_degrees: bool = True) -> tuple[str, tuple[Uni
     for match in re.finditer(r"(?<=[\w)}]) ?(?=\\text)|(?<=[\w)}]) (?=[a-z])|(?=°)", text):
         core = text[: match.start()].strip()
         unit_text = text[match.end() :]
-        if unit_text[:1] == "°" and _OF_AN_ANGLE.search(core):
+        if unit_text[:1] == "°" and _ANGLE_FUNCTION.search(core):
             continue
-        if core and core.count("{") == core.count("}") and (unit := named_unit(unit_text)):
+        if not core or core.count("{") != core.count("}"):
+            continue
+        unit = named_unit(unit_text)
+        if unit:
             if not drops_degrees and unit[0].dimensions == _DEGREES:
                 return f"{core}°", ()
-            return core, () if unit == (NOTHING,) else unit
+            if unit == (NOTHING,):
+                return core, ()
+            return core, unit
     return text, ()
 
 
@@ -151,30 +183,39 @@ def _without_unit(text: str, drops_degrees: bool = True) -> tuple[str, tuple[Uni
 
 
 def _same(wanted: Node, got: Node, is_periodic: bool) -> bool:
+    """True if two trees are equal; with `is_periodic`, sums with a multiple of an integer may count it differently."""
     if wanted.args[0] == got.args[0] == r"\pmod":
         return values.equal(wanted.args[2], got.args[2]) and _same(wanted.args[1], got.args[1], is_periodic)
     if wanted.kind == got.kind == "relation":
         return _same_relation(wanted, got, is_periodic)
     if wanted.kind == "relation":
-        value = _value_of(wanted)
-        return value is not None and value.kind != "relation" and _same(value, got, is_periodic)
+        value = _assigned_value(wanted)
+        if value is None or value.kind == "relation":
+            return False
+        return _same(value, got, is_periodic)
     if got.kind == "relation":
-        (operators, sides) = got.args
-        if {*operators} != {"="} or not _is_name(sides[0]) or sides[0].args[0] in names(sides[1:]):
+        operators, sides = got.args
+        if set(operators) != {"="} or not _is_name(sides[0]) or sides[0].args[0] in names(sides[1:]):
             return False  # x = 2x+1 does not state 2x+1
         return all(_same(wanted, side, is_periodic) for side in sides[1:])
     return values.equal(wanted, got) or _same_renamed(wanted, got, is_periodic)
 
 
-def _value_of(relation: Node) -> Node | None:
-    """The right-hand side of y = … or y ∈ …."""
+def _assigned_value(relation: Node) -> Node | None:
+    """The right-hand side of y = … or y ∈ …; None for all other relations."""
     operators, sides = relation.args
-    is_value = operators in (("=",), (r"\in",)) and _is_name(sides[0]) and sides[0].args[0] not in names(sides[1:])
-    return sides[1] if is_value else None
+    if operators not in (("=",), (r"\in",)) or not _is_name(sides[0]):
+        return None
+    if sides[0].args[0] in names(sides[1:]):
+        return None
+    return sides[1]
 
 
 def _is_name(node: Node) -> bool:
-    return node.kind == "name" or (node.kind == "call" and node.args[0] not in FUNCTIONS | {"^*", "^-1", "transpose"})
+    """True for an unknown, and for a value of an unknown function, such as f(x)."""
+    if node.kind == "name":
+        return True
+    return node.kind == "call" and node.args[0] not in FUNCTIONS | {"^*", "^-1", "transpose"}
 
 
 def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
@@ -187,24 +228,32 @@ def _same_renamed(wanted: Node, got: Node, is_periodic: bool) -> bool:
         return values.equal(wanted, got)
     if not old and not new:
         variables = [Node("name", (name,)) for name in names(wanted) - {"C"}]
-        constant = Node("name", ("C",))
-        are_integrals = all(tree.kind == "add" and constant in tree.args for tree in (wanted, got))
+        are_integrals = _adds_name(wanted, {"C"}) and _adds_name(got, {"C"})
         if are_integrals and len(variables) == 1 and contains(wanted, "abs") is contains(got, "abs"):
-            offset = difference(wanted, got)  # antiderivatives may differ by a number
+            offset = difference(wanted, got)  # Antiderivatives may differ by a number.
             shifted = Node("add", (variables[0], number(Fraction(5, 7))))
             return values.equal(offset, _replaced(offset, variables[0], shifted))
         return is_periodic and _same_period(wanted, got)
     if len(old) != 1 or len(new) != 1:
         return False
     pair = {*old, *new}
-    constant = pair == {"c", "C"} and all(
-        tree.kind == "add" and any(term == Node("name", (name,)) for term in tree.args for name in pair)
-        for tree in (wanted, got)
-    )
-    constant = constant or ("C" in pair and pair < {"C", "c_1", "C_1"})
-    counts = is_periodic and pair <= {*"klmn"}
-    renamed = _replaced(got, *old, *new)
-    return (constant or counts) and (values.equal(wanted, renamed) or (counts and _same_period(wanted, renamed)))
+    are_constants = pair in ({"C", "c_1"}, {"C", "C_1"})
+    if pair == {"c", "C"}:
+        are_constants = _adds_name(wanted, pair) and _adds_name(got, pair)
+    are_counters = is_periodic and pair <= set("klmn")
+    if not are_constants and not are_counters:
+        return False
+    renamed = _replaced(got, old.pop(), new.pop())
+    if values.equal(wanted, renamed):
+        return True
+    return are_counters and _same_period(wanted, renamed)
+
+
+def _adds_name(tree: Node, letters: set[str]) -> bool:
+    """True for a sum in which one term is one of the letters."""
+    if tree.kind != "add":
+        return False
+    return any(term.kind == "name" and term.args[0] in letters for term in tree.args)
 
 
 def _same_period(wanted: Node, got: Node) -> bool:
@@ -212,14 +261,16 @@ def _same_period(wanted: Node, got: Node) -> bool:
     counter = Node("name", ("k",))
     if "k" not in names(wanted) & names(got) or wanted.kind != "add":
         return False
-    steps = [difference(_replaced(tree, counter, Node("add", (counter, number(1)))), tree) for tree in (wanted, got)]
-    if not all(values.equal(step, _replaced(step, counter, number(0))) for step in steps):
+    next_counter = Node("add", (counter, number(1)))
+    wanted_step = difference(_replaced(wanted, counter, next_counter), wanted)
+    got_step = difference(_replaced(got, counter, next_counter), got)
+    first_wanted_step = _replaced(wanted_step, counter, number(0))
+    first_got_step = _replaced(got_step, counter, number(0))
+    if not values.equal(wanted_step, first_wanted_step) or not values.equal(got_step, first_got_step):
         return False
-    offset = difference(*(_replaced(tree, counter, number(0)) for tree in (wanted, got)))
-    step = inverse(_replaced(steps[0], counter, number(0)))
-    size_ratio, offset_ratio = (
-        values.decimal(Node("mul", (_replaced(each, counter, number(0)), step))) for each in (steps[1], offset)
-    )
+    offset = difference(_replaced(wanted, counter, number(0)), _replaced(got, counter, number(0)))
+    size_ratio = values.decimal(Node("mul", (first_got_step, inverse(first_wanted_step))))
+    offset_ratio = values.decimal(Node("mul", (offset, inverse(first_wanted_step))))
     if size_ratio is None or offset_ratio is None:
         return False
     tiny = Fraction(1, 10**30)
@@ -234,9 +285,10 @@ def same_solutions(truths: Sequence[str], answers: Sequence[str]) -> bool:
     got = _solutions(answers)
     if not wanted or not got:
         return False
-    largest = min(max(wanted), -min(wanted), max(got), -min(got)) / 2  # both lists are complete up to here
-    near = [{value for value in each if abs(value) < largest} for each in (wanted, got)]
-    return len(near[0]) > 6 and near[0] == near[1]
+    limit = min(max(wanted), -min(wanted), max(got), -min(got)) / 2  # Both lists are complete up to here.
+    wanted_near = {value for value in wanted if abs(value) < limit}
+    got_near = {value for value in got if abs(value) < limit}
+    return len(wanted_near) > 6 and wanted_near == got_near
 
 
 def _solutions(terms: Sequence[str]) -> set[Fraction]:
@@ -247,12 +299,13 @@ def _solutions(terms: Sequence[str]) -> set[Fraction]:
         letters = "k"
         if tree is not None and tree.kind == "relation":
             letters = "klmn"
-            tree = _value_of(tree)
+            tree = _assigned_value(tree)
         counters = names(tree)
         if len(counters) != 1 or not counters.issubset(letters):
             return set()
+        counter = Node("name", tuple(counters))
         for count in range(-_COUNTED, _COUNTED + 1):
-            value = values.decimal(_replaced(tree, Node("name", (*counters,)), number(count)))
+            value = values.decimal(_replaced(tree, counter, number(count)))
             if value is None:
                 return set()
             solutions.add(round(value, 20))
@@ -265,22 +318,24 @@ def _replaced(node: Any, old: Any, new: Any) -> Any:
         return new
     if isinstance(node, Node):
         return Node(node.kind, _replaced(node.args, old, new))
-    return tuple(_replaced(each, old, new) for each in node) if isinstance(node, tuple) else node
+    if isinstance(node, tuple):
+        return tuple(_replaced(part, old, new) for part in node)
+    return node
 
 
 def _same_relation(wanted: Node, got: Node, is_periodic: bool) -> bool:
     operators, sides = wanted.args
     got_operators, got_sides = got.args
-    if {*operators} == {*got_operators} == {"="} and len(sides) == len(got_sides) > 2:
+    if set(operators) == set(got_operators) == {"="} and len(sides) == len(got_sides) > 2:
         return matched(sides, got_sides, values.equal)
     wanted_pairs = relation_pairs(wanted)
     got_pairs = relation_pairs(got)
     if len(wanted_pairs) > 1 or len(got_pairs) > 1:
-        return len(wanted_pairs) == len(got_pairs) and matched(wanted_pairs, got_pairs, _same_pair)
+        return matched(wanted_pairs, got_pairs, _same_pair)
     if operators == got_operators == ("=",):
         got = _in_the_same_letters(wanted, got)
-        wanted_value = _value_of(wanted)
-        got_value = _value_of(got)
+        wanted_value = _assigned_value(wanted)
+        got_value = _assigned_value(got)
         if wanted_value is not None and got_value is not None and values.equal(sides[0], got.args[1][0]):
             return _same(wanted_value, got_value, is_periodic)
     return _same_pair(*relation_pairs(wanted), *relation_pairs(got))
@@ -295,16 +350,20 @@ def _in_the_same_letters(wanted: Node, got: Node) -> Node:
         and wanted_side.args[0] == got_side.args[0]
         and len(wanted_side.args) == len(got_side.args) == 2
     ):
-        letters = [each.args[1].args[0] for each in (wanted_side, got_side) if each.args[1].kind == "name"]
-        if len(letters) == 2 and letters[0] not in names(got):
-            return _replaced(got, letters[1], letters[0])
-    first, second = (re.fullmatch(r"([A-Za-z])_([a-z])", str(each.args[0])) for each in (wanted_side, got_side))
+        wanted_argument = wanted_side.args[1]
+        got_argument = got_side.args[1]
+        if wanted_argument.kind == got_argument.kind == "name" and wanted_argument.args[0] not in names(got):
+            return _replaced(got, got_argument.args[0], wanted_argument.args[0])
+    indexed = re.compile(r"([A-Za-z])_([a-z])")
+    first = indexed.fullmatch(str(wanted_side.args[0]))
+    second = indexed.fullmatch(str(got_side.args[0]))
     if first and second and first[1] == second[1] and first[2] not in names(got):  # a_k becomes a_n
         return _replaced(_replaced(got, second[1], first[1]), second[2], first[2])
     return got
 
 
 def _same_pair(wanted: tuple[str, Node, Node], got: tuple[str, Node, Node]) -> bool:
+    """True if two statements, each an operator with its sides, hold at the same points."""
     operator, a, b = wanted
     got_operator, x, y = got
     if operator != got_operator:
@@ -315,12 +374,12 @@ def _same_pair(wanted: tuple[str, Node, Node], got: tuple[str, Node, Node]) -> b
         return True
     wanted_difference = difference(a, b)
     got_difference = difference(x, y)
-    if operator not in (*_ORDERS, "=", r"\neq") or values.ordered(wanted_difference, got_difference):
+    if operator not in _COMPARABLE or values.ordered(wanted_difference, got_difference):
         return False
     sign = values.ratio(wanted_difference, got_difference)
-    if sign is not None:
-        return operator not in _ORDERS or sign > 0
-    return operator not in _ORDERS and same_factors(wanted_difference, got_difference)
+    if operator in _ORDERS:
+        return sign is not None and sign > 0
+    return sign is not None or same_factors(wanted_difference, got_difference)
 
 
 # --- Zeros of equations and regions of inequalities, with SymPy.
@@ -329,31 +388,44 @@ def _same_pair(wanted: tuple[str, Node, Node], got: tuple[str, Node, Node]) -> b
 def relation_pairs(relation: Node) -> list[tuple[str, Node, Node]]:
     """Splits a chain such as a < b < c into single statements; > and similar operators are turned to < and so on."""
     operators, sides = relation.args
-    triples = zip(operators, sides, sides[1:], strict=False)
-    return [(_TURNED[mark], b, a) if mark in _TURNED else (mark, a, b) for mark, a, b in triples]
+    pairs = []
+    for operator, a, b in zip(operators, sides, sides[1:], strict=False):
+        if operator in _TURNED:
+            pairs.append((_TURNED[operator], b, a))
+        else:
+            pairs.append((operator, a, b))
+    return pairs
 
 
 def matched(wanted: Sequence[Any], got: Sequence[Any], are_same: Callable[[Any, Any], bool]) -> bool:
     """True if the elements of `wanted` and `got` can be paired one to one."""
+    if len(wanted) != len(got):
+        return False
     unpaired = list(got)
-    for each in wanted:
-        index = next((index for index, other in enumerate(unpaired) if are_same(each, other)), None)
-        if index is None:
+    for element in wanted:
+        for index, candidate in enumerate(unpaired):
+            if are_same(element, candidate):
+                del unpaired[index]
+                break
+        else:
             return False
-        del unpaired[index]
-    return not unpaired
+    return True
 
 
 def same_factors(a: Node, b: Node) -> bool:
     """True if two polynomials have the same irreducible factors and are therefore 0 at the same points."""
-    if not names(a) or names(a) != names(b) or contains((a, b), r"\infty") or max(map(_size, (a, b))) > _MOST_PARTS:
+    if not names(a) or names(a) != names(b) or contains((a, b), r"\infty"):
+        return False
+    if _size(a) > _MOST_PARTS or _size(b) > _MOST_PARTS:
         return False
     try:
-        factors_of_a = _factors(_symbolic(a))
-        factors_of_b = _factors(_symbolic(b))
+        a_factors = _factors(_symbolic(a))
+        b_factors = _factors(_symbolic(b))
     except (Unreadable, sympy.PolynomialError, NotImplementedError, ValueError):
         return False
-    return bool(factors_of_a) and matched(factors_of_a, factors_of_b, lambda x, y: (x / y).is_number)
+    if not a_factors:
+        return False
+    return matched(a_factors, b_factors, lambda x, y: (x / y).is_number)
 
 
 def _factors(expression: sympy.Expr) -> list[sympy.Expr]:
@@ -365,21 +437,29 @@ def _size(node: Any) -> int:
     """Number of parts of a tree; a power counts its base once for each unit of the exponent, and once more."""
     if not isinstance(node, tuple):
         return 1
-    if isinstance(node, Node) and node.kind == "pow" and node.args[1].kind == "number":
+    if not isinstance(node, Node):
+        return sum(map(_size, node))
+    if node.kind == "pow" and node.args[1].kind == "number":
         return int(abs(node.args[1].args[0]) + 1) * _size(node.args[0])
-    return sum(map(_size, node.args if isinstance(node, Node) else node))
+    return sum(map(_size, node.args))
 
 
 def _symbolic(node: Node) -> Any:
+    """The expression of SymPy for a tree.
+
+    Raises:
+        Unreadable: the tree has other parts than SymPy can compute with here.
+    """
     if node.kind == "number":
         return sympy.Rational(node.args[0].numerator, node.args[0].denominator)
     if node.kind == "name":
-        constants = {r"\pi": sympy.pi, "e": sympy.E, "i": sympy.I, r"\infty": sympy.oo}
-        return constants.get(node.args[0]) or sympy.Symbol(node.args[0], real=True)
-    if node.kind == "call" and node.args[0] in ("sin", "cos", "tan", "exp", "ln", "abs"):
-        function = {"ln": sympy.log, "abs": sympy.Abs}.get(node.args[0]) or getattr(sympy, node.args[0])
+        if node.args[0] in _SYMPY_CONSTANTS:
+            return _SYMPY_CONSTANTS[node.args[0]]
+        return sympy.Symbol(node.args[0], real=True)
+    if node.kind == "call" and node.args[0] in _SYMPY_FUNCTIONS:
+        function = _SYMPY_FUNCTIONS[node.args[0]]
         return function(_symbolic(node.args[1]))
-    if node.kind == "call" and node.args[0] == "cross":  # of letters that are numbers
+    if node.kind == "call" and node.args[0] == "cross":  # The letters are numbers.
         node = Node("mul", node.args[1:])
     if node.kind == "call" and node.args[0] == "^-1":
         node = inverse(node.args[1])
@@ -393,21 +473,21 @@ def _symbolic(node: Node) -> Any:
 
 def same_region(wanted: str, got: str) -> bool | None:
     """True if two texts describe the same set of numbers, and False if they name different unknowns; else None."""
-    if not all(
-        re.search(r"[<>\[\]]|\\(?:le|ge|neq|cup|cap|setminus|mathbb|in)(?![a-z])|,", text) for text in (wanted, got)
-    ):
+    if not _REGION.search(wanted) or not _REGION.search(got):
         return None
     try:
-        wanted_name, wanted_region = _region_of(wanted)
-        got_name, got_region = _region_of(got)
+        wanted_name, wanted_region = _text_region(wanted)
+        got_name, got_region = _text_region(got)
     except (Unreadable, sympy.PolynomialError, NotImplementedError, TypeError, ValueError, AttributeError):
         return None
     if wanted_name and got_name and wanted_name != got_name:
         return False
-    return True if wanted_region == got_region != sympy.S.EmptySet else None
+    if wanted_region == got_region != sympy.S.EmptySet:
+        return True
+    return None
 
 
-def _region_of(text: str) -> tuple[set[str], sympy.Set]:
+def _text_region(text: str) -> tuple[set[str], sympy.Set]:
     """The unknown, in an empty set if the text names none, and the union of the regions that "or" separates."""
     unknown = set()
     regions: list[Any] = []
@@ -415,20 +495,34 @@ def _region_of(text: str) -> tuple[set[str], sympy.Set]:
         statements = split_outside_brackets(_AND.sub(",", alternative))
         name, unequal, _ = statements[0].partition("\\neq")
         if unequal:  # "x\\neq 1, 2 and x > 0" is three statements about x
-            statements = [each if re.search(r"\\|[<>A-Za-z]", each) else f"{name}\\neq {each}" for each in statements]
+            for index, statement in enumerate(statements):
+                if not re.search(r"\\|[<>A-Za-z]", statement):
+                    statements[index] = f"{name}\\neq {statement}"
         trees = [parse_math(statement) for statement in statements]
-        named = [{name for name in names(tree) if not name.startswith(r"\mathbb")} for tree in trees]
-        if len(trees) > 1 and (not named[0] or any(each != named[0] for each in named)):
+        first_unknown = _unknowns(trees[0])
+        if len(trees) > 1 and (not first_unknown or any(_unknowns(tree) != first_unknown for tree in trees)):
             raise Unreadable("no region")
-        unknown |= named[0]
+        unknown |= first_unknown
         region = sympy.Intersection(*map(_region, trees))
-        regions.append(sympy.FiniteSet(*region) if isinstance(region, sympy.Range) and region.size < 100 else region)
+        if isinstance(region, sympy.Range) and region.size < 100:
+            region = sympy.FiniteSet(*region)
+        regions.append(region)
     if len(unknown) > 1:
         raise Unreadable(text)
     return unknown, sympy.Union(*regions)
 
 
+def _unknowns(tree: Node | None) -> set[str]:
+    r"""The names in a tree, without sets of numbers such as \mathbb{R}."""
+    return {name for name in names(tree) if not name.startswith(r"\mathbb")}
+
+
 def _region(node: Node | None) -> Any:
+    """The set of numbers that a statement or a set describes.
+
+    Raises:
+        Unreadable: it describes no set, or one that is too hard to compute.
+    """
     match node:
         case Node("call", (str(brackets), low, high)) if brackets in _INTERVALS:
             low = _constant(low)
@@ -468,22 +562,26 @@ def _solved(relation: Node) -> sympy.Set:
     """
     if len(names(relation)) != 1 or _size(relation) > _MOST_PARTS:
         raise Unreadable("not of one unknown")
-    variable = Node("name", (*names(relation),))
+    variable = Node("name", tuple(names(relation)))
     region = sympy.S.Reals
     for operator, a, b in relation_pairs(relation):
         if operator not in _INEQUALITIES:
             raise Unreadable(operator)
-        if variable in (a, b):  # SymPy takes 20 times as long for these
+        if variable in (a, b):  # SymPy takes 20 times as long for these.
             end = _constant(b if a == variable else a)
-            low, high = (-sympy.oo, end) if a == variable else (end, sympy.oo)
-            below = sympy.Interval(low, high, operator == "<", operator == "<")
-            region = region - sympy.FiniteSet(end) if operator == r"\neq" else region & below
+            is_open = operator == "<"
+            if operator == r"\neq":
+                region -= sympy.FiniteSet(end)
+            elif a == variable:
+                region &= sympy.Interval(-sympy.oo, end, is_open, is_open)
+            else:
+                region &= sympy.Interval(end, sympy.oo, is_open, is_open)
             continue
         quotient = sympy.together(_symbolic(a) - _symbolic(b))
-        polynomials = (
-            sympy.fraction(quotient.replace(sympy.Abs, lambda inside: inside)) if quotient.free_symbols else ()
-        )
-        factors = [factor for polynomial in polynomials for factor in _factors(polynomial)]
+        factors = []
+        if quotient.free_symbols:
+            numerator, denominator = sympy.fraction(quotient.replace(sympy.Abs, lambda inside: inside))
+            factors = _factors(numerator) + _factors(denominator)
         is_hard = any(sympy.Poly(factor, *factor.free_symbols).degree() > 2 for factor in factors)
         if is_hard or len(quotient.atoms(sympy.Abs)) > 1:
             raise Unreadable("degree")

@@ -27,7 +27,9 @@ def grade_row(function: str, *row: Any) -> dict[str, float] | str | None:
     result = pkgutil.resolve_name(function)(*row)
     if isinstance(result, Mapping):
         return {str(name): float(value) for name, value in result.items()}
-    return None if result is None else str(result)
+    if result is None:
+        return None
+    return str(result)
 
 
 _MATH = "recjax.grading.math_answers"

@@ -36,8 +36,9 @@ def parse(completion: str) -> str | None:
     """The answer of a completion, or None."""
     text = after_thoughts(completion)
     _, tag, after = text.rpartition("<answer>")
-    answer = (after.partition("</answer>")[0] if tag else text).strip()
-    return answer or None
+    if tag:
+        text, _, _ = after.partition("</answer>")
+    return text.strip() or None
 
 
 def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str, float]:
@@ -53,7 +54,7 @@ def grade(completion: str, answer: str, columns: Mapping[str, Any]) -> dict[str,
     if parsed is None:
         return {"accuracy": 0.0, "score": 0.0}
     score = 0.0
-    words = {*re.findall(r"[^\W\d]\w+", parsed)}
+    words = set(re.findall(r"[^\W\d]\w+", parsed))
     is_list = source not in _LISTS or "(" not in parsed
     is_formula = words <= _WORDS and not re.search(r"[\"'`_\[\]{}:;=@\\]|\.\s*[^\W\d]", parsed)
     if is_list and (is_formula or source not in _FORMULAS):

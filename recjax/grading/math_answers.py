@@ -18,7 +18,7 @@ from recjax.grading.thinking import after_thoughts, one_thought, opening_tag, wh
 LONGEST = 2000
 DEEPEST = 16
 
-_BEHIND = 100  # the longest text before or behind a box that may belong to it
+_AROUND = 100  # longest text before or after a box that may belong to it
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _BARE = re.compile(r"([A-Za-z\d])(?=[.,;:!?]?(?:\s|$)|\s*(?:\$|\\[)\]]))")
 _OPENED = re.compile(r"\\+$|\\boxed ?\{$")  # a backslash that was written twice, and a box around the box
@@ -27,7 +27,8 @@ _STYLES = (
     " approx therefore because to implies iff in Rightarrow rightarrow Longrightarrow longrightarrow Leftrightarrow"
     " Longleftrightarrow leftrightarrow equiv noindent item"
 )
-_STEP = re.compile(  # what stands before it is no part of the answer
+# The text before a step is no part of the answer.
+_STEP = re.compile(
     r"\\(?:text\w*|mathrm|mbox|begin|end|color|[hv]space\*?|phantom|tag)\s*\{[^{}]*\}|\\(?:text\w*|math\w\w|boldsymbol|bm|underline)\s*\{$"
     r"|\$+|\\[()\[\],;! ]|(?:^|\n) *>?|\\\\|&|[-=]+>|(?<![<>!])=|[:→⇒⟹⟺⇔∴≈]|</?\w+>"
     rf"|\\(?:{'|'.join(_STYLES.split())})(?![A-Za-z])"
@@ -67,11 +68,16 @@ def math_reward(
     Raises:
         ValueError: a true answer is not a text.
     """
-    if (other := next((answer for answer in answers if not isinstance(answer, str)), "")) != "":
-        raise ValueError(f"answers holds {other!r:.80}; every true answer must be a text: convert or remove it")
-    texts = [each if isinstance(each, str) else each[-1]["content"] or "" for each in completions]
-    openings = [opening_tag(each) if isinstance(each, str) else "" for each in prompts or [""] * len(texts)]
-    replies = map(whole_reply, openings, texts)
+    for answer in answers:
+        if not isinstance(answer, str):
+            raise ValueError(f"answers holds {answer!r:.80}; every true answer must be a text: convert or remove it")
+    if not prompts:
+        prompts = [""] * len(completions)
+    replies = []
+    for prompt, completion in zip(prompts, completions, strict=False):
+        text = completion if isinstance(completion, str) else completion[-1]["content"] or ""
+        opening = opening_tag(prompt) if isinstance(prompt, str) else ""
+        replies.append(whole_reply(opening, text))
     return [math(reply, answer, {})["accuracy"] for reply, answer in zip(replies, answers, strict=True)]
 
 
@@ -144,7 +150,7 @@ def boxed(completion: str) -> str | None:
     r"""The content of the last \boxed{…} or \fbox{…}; None without a box, or if the box is empty or never closed.
 
     A sign, number, factor, bracket or relation right before the box, and a unit, power, factor, bracket or further
-    values right behind it, belong to the answer. A box in a power, index, root or fraction is no answer. Text up to
+    values right after it, belong to the answer. A box in a power, index, root or fraction is no answer. Text up to
     `</think>`, and after a `<think>` that is never closed, cannot contain the answer.
     """
     text = after_thoughts(completion)
@@ -161,38 +167,58 @@ def boxed(completion: str) -> str | None:
     if _short(content) is None or _PART.search(before):
         return None
     assert content is not None
-    behind = re.split(r"\$|\\[)\]]|\n", after[len(content) + 2 :][:_BEHIND])[0].rstrip(" .,;*_")
-    is_blank = behind.lstrip().startswith("=")  # 7-5=2, and the box is around the 5
-    prefix = "" if is_blank else _prefix(before)
-    if prefix in ("(", "[") and _PARENTHESIS.search(behind):
+    rest_of_line = re.split(r"\$|\\[)\]]|\n", after[len(content) + 2 :][:_AROUND])[0]
+    suffix = rest_of_line.rstrip(" .,;*_")
+    prefix = ""
+    if not suffix.lstrip().startswith("="):  # 7-5=2, and the box is around the 5
+        prefix = _prefix(before)
+    if prefix in ("(", "[") and _PARENTHESIS.search(suffix):
         prefix = ""
-    raised = _RAISED.match(behind)
-    if [0, *depths(prefix)][-1] > 0:  # (5, 6) with a box around the 5
-        return _short(f"{prefix}{content}{behind}")
-    first = quantity(plain(content))
-    before_list, *others = _SEPARATOR.split(behind)
-    numbers = [] if before_list else [quantity(plain(each)) for each in others]
-    is_list = bool(numbers) and None not in numbers
-    if is_list and first is not None:  # 0.5 or 1/2 is one number
-        is_list = not all(each is not None and same_quantity(first, each) for each in numbers)
-    if raised or is_list or (behind and quantity(plain(content + behind)) is not None):
-        content += raised.group() if raised else behind
+    open_brackets = [0, *depths(prefix)][-1]
+    if open_brackets > 0:  # (5, 6) with a box around the 5
+        return _short(f"{prefix}{content}{suffix}")
+    raised = _RAISED.match(suffix)
+    if raised:
+        content += raised.group()
+    elif _continues_list(content, suffix) or (suffix and quantity(plain(content + suffix)) is not None):
+        content += suffix
     if prefix:
         return _short(f"{prefix}({content})")
-    return _short(f"-({content})" if _MINUS.search(before) else content)
+    if _MINUS.search(before):
+        return _short(f"-({content})")
+    return _short(content)
+
+
+def _continues_list(content: str, suffix: str) -> bool:
+    """True if the text after a box lists more numbers, which differ from the box's number."""
+    before_list, *items = _SEPARATOR.split(suffix)
+    if before_list:
+        return False
+    numbers = [quantity(plain(item)) for item in items]
+    if not numbers or None in numbers:
+        return False
+    first = quantity(plain(content))
+    if first is None:
+        return True
+    # 0.5 or 1/2 is one number.
+    return not all(number is not None and same_quantity(first, number) for number in numbers)
 
 
 def _prefix(before: str) -> str:
     """The part of the answer right before a box, except a minus; empty for words, names and earlier steps."""
-    statement = _STEP.split(_OPENED.sub("", before[-_BEHIND:]))[-1]
+    statement = _STEP.split(_OPENED.sub("", before[-_AROUND:]))[-1]
     words = _WORDS.match(statement)
     prefix = _WORDS.sub("", statement, count=1).lstrip("{").strip(" *`~")
     if words or not re.search(r"[$(\[]$", before[: len(before) - len(statement)].rstrip()):
         # Outside of mathematics, only what touches the box belongs to the answer.
-        return prefix if _TOUCHING.search(statement) else ""
+        if not _TOUCHING.search(statement):
+            return ""
+        return prefix
     if "," in prefix and not re.search(r"[(\[{]", prefix) and "=" in before.rpartition("$")[2]:
-        prefix = prefix.rpartition(",")[2].strip()  # x=2, y=…
-    return "" if re.fullmatch(r"[-−,.]?", prefix) else prefix
+        prefix = prefix.rpartition(",")[2].strip()  # In x=2, y=… the box has y alone.
+    if re.fullmatch(r"[-−,.]?", prefix):
+        return ""
+    return prefix
 
 
 def tagged(completion: str) -> str | None:
@@ -204,7 +230,9 @@ def tagged(completion: str) -> str | None:
     if _BOX.search(text):
         return boxed(text)
     hashes = _HASHES.findall(text)
-    return _short(hashes[-1]) if hashes else None
+    if not hashes:
+        return None
+    return _short(hashes[-1])
 
 
 def answer_line(completion: str) -> str | None:
@@ -222,7 +250,9 @@ def answer_line(completion: str) -> str | None:
     if _BOX.search(line):
         return boxed(line)
     brackets = _BRACKETS.fullmatch(line.removesuffix("."))
-    return _short(brackets[brackets.lastindex or 0] if brackets else line)
+    if brackets:
+        line = brackets[brackets.lastindex or 0]
+    return _short(line)
 
 
 def _truth(answer: str) -> str:
@@ -232,7 +262,9 @@ def _truth(answer: str) -> str:
 def _short(answer: str | None) -> str | None:
     """The answer without outer spaces; None if it is empty, too long, or too deeply nested."""
     answer = (answer or "").strip()
-    return answer if 0 < len(answer) <= LONGEST and max(depths(answer)) <= DEEPEST else None
+    if not answer or len(answer) > LONGEST or max(depths(answer)) > DEEPEST:
+        return None
+    return answer
 
 
 def parse_line(completion: str, find: Callable[[str], str | None] = answer_line) -> str | None:
@@ -251,4 +283,5 @@ def parse_line(completion: str, find: Callable[[str], str | None] = answer_line)
     return re.sub(r"\s", "", text)
 
 
-parse_boxed, parse_tagged = (functools.partial(parse_line, find=find) for find in (boxed, tagged))
+parse_boxed = functools.partial(parse_line, find=boxed)
+parse_tagged = functools.partial(parse_line, find=tagged)

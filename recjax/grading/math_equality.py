@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from recjax.grading import expressions, literal
 from recjax.grading.literal import TEXT
-from recjax.grading.notation import depths, plain, rows_of, split_outside_brackets, squeezed
+from recjax.grading.notation import depths, matrix_rows, plain, split_outside_brackets, squeezed
 from recjax.grading.quantities import Quantity, quantity, same_quantity
 from recjax.grading.syntax import names, parse_math
 
@@ -74,7 +74,8 @@ class Explanation(NamedTuple):
     rule: str
 
     def __str__(self) -> str:
-        return f"{'right' if self.right else 'wrong'}: {self.rule}\n  answer: {self.answer}\n  truth:  {self.truth}"
+        verdict = "right" if self.right else "wrong"
+        return f"{verdict}: {self.rule}\n  answer: {self.answer}\n  truth:  {self.truth}"
 
 
 def is_equal(answer: str | None, truth: str, finished: bool) -> bool:
@@ -83,29 +84,42 @@ def is_equal(answer: str | None, truth: str, finished: bool) -> bool:
     Args:
         finished: if the true answer is a number, accept only numbers and no computations.
     """
-    return answer is not None and _same(_read(truth), _read(answer), finished)
+    if answer is None:
+        return False
+    return _same(_read(truth), _read(answer), finished)
 
 
 def explanation(answer: str, truth: str) -> Explanation:
     """The verdict of `is_equal` on a finished answer, with its reasons."""
     right, rule = _compared(_read(truth), _read(answer), finished=True)
-    wanted, got = (_described(text) if text else "none" for text in _in_one_form(_read(truth), _read(answer)))
-    return Explanation(right, got, wanted, rule)
+    truth_read, answer_read = _in_one_form(_read(truth), _read(answer))
+    return Explanation(right, _described(answer_read), _described(truth_read), rule)
 
 
 def _described(text: str) -> str:
-    """A text, in the notation of `notation.plain`, with a few words for its kind."""
-    if (number := quantity(unnamed(text))) is not None:
-        kind = f"the number {number.value}{' with a unit' if number.units else ''}"
-    elif (structured := _spread(unnamed(text))) is not None:
-        kind = f"the items {'; '.join(structured.items)} in {structured.kind}"
-    elif literal.decided(text, text) is not None or (tree := parse_math(text)) is None:
-        kind = "text"
-    else:
-        kind = {"relation": "a relation of "}.get(tree.kind, "an expression of ") + (
-            ", ".join(sorted(names(tree))) or "constants"
-        )
-    return f"{text} ({kind})"
+    """A text, in the notation of `notation.plain`, with a few words for its kind; "none" for an empty text."""
+    if not text:
+        return "none"
+    return f"{text} ({_kind_in_words(text)})"
+
+
+def _kind_in_words(text: str) -> str:
+    number = quantity(unnamed(text))
+    if number is not None:
+        suffix = " with a unit" if number.units else ""
+        return f"the number {number.value}{suffix}"
+    structured = _spread(unnamed(text))
+    if structured is not None:
+        return f"the items {'; '.join(structured.items)} in {structured.kind}"
+    if literal.decided(text, text) is not None:
+        return "text"
+    tree = parse_math(text)
+    if tree is None:
+        return "text"
+    unknowns = ", ".join(sorted(names(tree))) or "constants"
+    if tree.kind == "relation":
+        return f"a relation of {unknowns}"
+    return f"an expression of {unknowns}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -124,56 +138,76 @@ def _compared(truth: str, answer: str, finished: bool) -> tuple[bool, str]:
     if squeezed(truth) == squeezed(answer):
         return True, "the same text"
     truth, answer = _in_one_form(truth.strip(), answer.strip())
-    if (label := _LABELED.fullmatch(truth)) and quantity(truth) is None:
-        got = _LABELED.fullmatch(answer)  # the truth is a choice and its text; an answer may omit one of them
-        letter = label["marked"] or label["label"]
-        is_choice = literal.decided(f"({letter})", answer)
-        if got is not None and letter not in (got["marked"], got["label"]):
-            return False, "compared as a choice with its text"
-        is_same = is_choice or _same(label["value"].strip(), got["value"] if got else answer, finished)
-        return bool(is_same), "compared as a choice with its text"
-    if (decided := literal.decided(truth, answer)) is not None:
+    choice = _LABELED.fullmatch(truth)
+    if choice and quantity(truth) is None:
+        return _is_labeled_choice(choice, answer, finished), "compared as a choice with its text"
+    decided = literal.decided(truth, answer)
+    if decided is not None:
         return decided, "compared as written: choices, words, times, dates, chemical formulas, residues, bases"
-    if (decided := _as_named(truth, answer, finished)) is not None:
+    decided = _as_named(truth, answer, finished)
+    if decided is not None:
         return decided, "compared as the value of a name, such as x = 5"
     number = quantity(truth)
     if number is not None:
-        # The letters of 2mg, without a space, may be factors too.
-        are_factors = number.units and re.search(r"[\d}][A-Za-z]+", truth) and r"\text" not in truth
         is_same = _is_number(truth, number, answer, finished)
-        is_same = is_same or (bool(are_factors) and expressions.same_expression(truth, answer, None))
+        # The letters of 2mg, without a space, may be factors too.
+        if not is_same and number.units and r"\text" not in truth and re.search(r"[\d}][A-Za-z]+", truth):
+            is_same = expressions.same_expression(truth, answer, None)
         return is_same, "compared as numbers with their units"
-    if (match := _LAST_WORDS.fullmatch(truth)) and not expressions.names_its_unit(truth):
+    worded = _LAST_WORDS.fullmatch(truth)
+    if worded and not expressions.names_its_unit(truth) and expressions.is_constant(worded["core"]):
         # An answer may omit, but not change, an unknown unit or other words after the truth's number.
-        if expressions.is_constant(match["core"]):
-            words = squeezed(TEXT.sub(r" \1", match["words"]))
-            answer = TEXT.sub(r" \1", answer)
-            return _compared(
-                match["core"], answer.removesuffix(words).strip() if answer.endswith(words) else answer, finished
-            )
+        words = squeezed(TEXT.sub(r" \1", worded["words"]))
+        answer = TEXT.sub(r" \1", answer)
+        if answer.endswith(words):
+            answer = answer.removesuffix(words).strip()
+        return _compared(worded["core"], answer, finished)
     truth, answer = _as_vector(truth, answer), _as_vector(answer, truth)
     truth, answer = _without_indices(truth, answer), _without_indices(answer, truth)
     if r"{cases}" in truth + answer and expressions.same_expression(truth, answer, None):
         return True, "compared as expressions"
-    if (decided := expressions.same_region(truth, answer)) is not None:
+    decided = expressions.same_region(truth, answer)
+    if decided is not None:
         return decided, "compared as regions of the number line"
     wanted = _spread(truth)
     got = _spread(unnamed(answer))
     if r"\pi" in truth or "°" in truth:
-        items = [
-            each.items if each is not None and each.is_unordered else [text]
-            for each, text in ((wanted, truth), (got, unnamed(answer)))
-        ]
-        if expressions.same_solutions(*items):
+        true_solutions = _unordered_items(wanted, truth)
+        if expressions.same_solutions(true_solutions, _unordered_items(got, unnamed(answer))):
             return True, "compared as general solutions"
-    if wanted is not None and (decided := _same_structure(wanted, got, answer, finished)) is not None:
-        return decided, "compared item by item"
+    if wanted is not None:
+        decided = _same_structure(wanted, got, answer, finished)
+        if decided is not None:
+            return decided, "compared item by item"
     return expressions.same_expression(truth, answer, quantity(unnamed(answer))), "compared as expressions"
+
+
+def _is_labeled_choice(choice: re.Match, answer: str, finished: bool) -> bool:
+    """Compares with a choice's letter and text, such as "(A) 5"; an answer may omit one of them."""
+    letter = choice["marked"] or choice["label"]
+    value = answer
+    labeled = _LABELED.fullmatch(answer)
+    if labeled is not None:
+        if letter not in (labeled["marked"], labeled["label"]):
+            return False
+        value = labeled["value"]
+    if literal.decided(f"({letter})", answer):
+        return True
+    return _same(choice["value"].strip(), value, finished)
+
+
+def _unordered_items(items: "Structure | None", text: str) -> list[str]:
+    """The items of a set or list; the text itself if it is neither."""
+    if items is not None and items.is_unordered:
+        return items.items
+    return [text]
 
 
 def _as_vector(text: str, other_text: str) -> str:
     r"""A tuple or column as a sum of unit vectors if the second text is such a sum: (1,2) is \hat{i}+2\hat{j}."""
-    column = structure(text) if r"\hat{" in other_text and expressions.UNIT_VECTOR.search(other_text) else None
+    if r"\hat{" not in other_text or not expressions.UNIT_VECTOR.search(other_text):
+        return text
+    column = structure(text)
     if column is None or column.kind not in ("<>", "()", "[]", f"{len(column.items)} rows") or len(column.items) > 3:
         return text
     return "+".join(rf"({item})\hat{{{axis}}}" for item, axis in zip(column.items, "ijk", strict=False))
@@ -185,41 +219,69 @@ def _without_indices(text: str, other_text: str) -> str:
     if len(letters) < 2 or len({*letters}) > 1:
         return text
     is_named = re.search(rf"(?<![A-Za-z\\]){letters[0]} ?(?:=|\\in(?![a-z]))", other_text)
-    return _INDEXED.sub(r"\1=", text) if is_named or other_text.startswith(r"\{") else text
+    if is_named or other_text.startswith(r"\{"):
+        return _INDEXED.sub(r"\1=", text)
+    return text
 
 
 def _in_one_form(truth: str, answer: str) -> tuple[str, str]:
     """Removes parts that one side may omit: "the answer is", set builders, domains, thousands separators."""
-    answer = _TEXT_ANSWER_IS.sub(lambda match: match[1].strip(" .") and rf"\text{{{match[1].strip(' .')}}}", answer)
+    answer = _TEXT_ANSWER_IS.sub(_in_text, answer)
     texts = [truth, _ANSWER_IS.sub("", answer.strip(), count=1).strip()]
-    if any(map(_BUILDER.fullmatch, texts)):
-        # {x | x = 3} equals {3}; any other set that lists its members keeps its braces.
-        single = all(_BUILDER.fullmatch(text) or re.fullmatch(r"\\\{[^{},]*\\\}", text) for text in texts)
-        braces = r"^\\\{|\\\}$" if single else "(?!)"
-        texts = [
-            match["condition"] if (match := _BUILDER.fullmatch(text)) else re.sub(braces, "", text) for text in texts
-        ]
-    texts = [_MAPPED.sub(lambda match: f"{match[1]}({match[2]})=" if match[1] else "", text) for text in texts]
+    texts = _without_builders(texts)
+    texts = [_MAPPED.sub(_function_name, text) for text in texts]
     texts = _without_domains([_LAST_CONDITION.sub(r",\1", text) for text in texts])
     if re.fullmatch(r"\d+(?: ?: ?\d+)+", truth):
         texts[1] = re.sub(r"(?<=\d) to (?=\d)", ":", texts[1])
-
-    def assigned(match: re.Match) -> str:
-        sides = map(split_outside_brackets, match.groups())
-        return ",".join(map("=".join, itertools.zip_longest(*sides, fillvalue="")))
-
     if "," in "".join(texts):  # a=b=2 is a=2, b=2
         texts = [_CHAIN.sub(_each_assigned, text) for text in texts]
     if "=" in texts[1] and _TUPLE.fullmatch(truth):  # (x,y)=(1,2) is x=1,y=2
-        texts = [_TUPLE.sub(assigned, text) for text in texts]
+        texts = [_TUPLE.sub(_assignments, text) for text in texts]
     truth, answer = texts
-    is_list = "," in truth and _THOUSANDS.fullmatch(answer)  # 1,234 may be two items if the truth has several
-    return without_thousands(truth), answer if is_list else without_thousands(answer)
+    if "," not in truth or not _THOUSANDS.fullmatch(answer):  # 1,234 may be two items if the truth has several
+        answer = without_thousands(answer)
+    return without_thousands(truth), answer
+
+
+def _in_text(match: re.Match) -> str:
+    words = match[1].strip(" .")
+    return rf"\text{{{words}}}" if words else ""
+
+
+def _without_builders(texts: list[str]) -> list[str]:
+    """Reduces set builders to their condition: {x | x > 3} becomes x > 3."""
+    builders = [_BUILDER.fullmatch(text) for text in texts]
+    if not any(builders):
+        return texts
+    # {x | x = 3} equals {3}; any other set that lists its members keeps its braces.
+    are_single = all(
+        builder or re.fullmatch(r"\\\{[^{},]*\\\}", text) for builder, text in zip(builders, texts, strict=True)
+    )
+    reduced = []
+    for builder, text in zip(builders, texts, strict=True):
+        if builder:
+            text = builder["condition"]
+        elif are_single:
+            text = re.sub(r"^\\\{|\\\}$", "", text)
+        reduced.append(text)
+    return reduced
+
+
+def _function_name(match: re.Match) -> str:
+    r"""Writes "f: x \mapsto" as "f(x)="."""
+    return f"{match[1]}({match[2]})=" if match[1] else ""
+
+
+def _assignments(match: re.Match) -> str:
+    """Writes (x,y)=(1,2) as x=1,y=2."""
+    letters = split_outside_brackets(match[1])
+    values = split_outside_brackets(match[2])
+    return ",".join(f"{letter}={value}" for letter, value in itertools.zip_longest(letters, values, fillvalue=""))
 
 
 def _each_assigned(match: re.Match) -> str:
-    *named, value = split_outside_brackets(match.group(), "=")
-    return ",".join(f"{name}={value}" for name in named)
+    *letters, value = split_outside_brackets(match.group(), "=")
+    return ",".join(f"{letter}={value}" for letter in letters)
 
 
 def _without_domains(texts: list[str]) -> list[str]:
@@ -233,7 +295,9 @@ def _without_domains(texts: list[str]) -> list[str]:
     for text in texts:
         flat = TEXT.sub(lambda words: words[0] if words[1] in ("and", "or") else f" {words[1]} ", text)
         match = _DOMAIN.fullmatch(" ".join(flat.split()))
-        fields = match.groupdict(default="") if match else dict.fromkeys(_DOMAIN.groupindex, "")
+        fields = dict.fromkeys(_DOMAIN.groupindex, "")
+        if match:
+            fields = match.groupdict(default="")
         kind = fields["kind"] + fields["kinds"]
         domain = fields["set"]
         if domain == "N" or fields["part"] or re.search("positive|natural|negative", kind):
@@ -247,20 +311,27 @@ def _without_domains(texts: list[str]) -> list[str]:
         elif fields["all"] and not domain:
             domain = "all"
         core = fields["before"]
-        is_whole = bool(core) and [*depths(core)][-1] == 0 and text.startswith(core)
+        is_whole = bool(core) and list(depths(core))[-1] == 0 and text.startswith(core)
         named = {*re.sub(r"\\[A-Za-z]+", "", core)}
         has_name = domain == "all" or named.issuperset(re.findall(r"\b[a-z]\b", fields["name"]))
         is_used = bool(domain) and is_whole and has_name
-        cores.append(core if is_used else text)
-        domains.append(domain if is_used else "")
+        if is_used:
+            cores.append(core)
+            domains.append(domain)
+        else:
+            cores.append(text)
+            domains.append("")
         letters.append(fields["name"])
     is_periodic = any(re.search(r"\\pi(?![a-z])|°", core) for core in cores)
     wanted, got = letters
     is_renamed = all(domains) and wanted != got and len(wanted + got) == 2
     if is_renamed and _renamed(cores[0], got, "") == cores[0]:
         cores[1] = _renamed(cores[1], got, wanted)
-    differ = all(domains) and domains[0] != domains[1]
-    return texts if differ or (is_periodic and "" in domains and {"N", "R"} & {*domains}) else cores
+    if all(domains) and domains[0] != domains[1]:
+        return texts
+    if is_periodic and "" in domains and ("N" in domains or "R" in domains):
+        return texts
+    return cores
 
 
 def _renamed(text: str, old: str, new: str) -> str:
@@ -285,9 +356,13 @@ def unnamed(text: str) -> str:
     """Removes the name of an unknown: "x = 5", "5 = x" and "x is 5" become "5"."""
     if text.count("=") > 1 and not re.match(r"\([A-Za-z]", text):
         name, _, values = text.partition("=")
-        return values.strip() if "," not in text and re.fullmatch(_NAME, name.strip()) else text
+        if "," not in text and re.fullmatch(_NAME, name.strip()):
+            return values.strip()
+        return text
     match = _NAMED.fullmatch(text) or _VALUE_FIRST.fullmatch(text)
-    return match["value"].strip() if match else text
+    if match:
+        return match["value"].strip()
+    return text
 
 
 def _as_named(truth: str, answer: str, finished: bool) -> bool | None:
@@ -299,14 +374,19 @@ def _as_named(truth: str, answer: str, finished: bool) -> bool | None:
     if quantity(wanted["value"]) is None and not _spread(wanted["value"]):
         return None
     got = _NAMED.fullmatch(answer) or _VALUE_FIRST.fullmatch(answer)
-    names = [squeezed(each["name"]) for each in (wanted, got) if each]
-    if any(map(_BOLD.fullmatch, names)):  # v and \vec{v} may be bold instead
-        names = [expressions.MARKED_LETTER.sub(r"\2", name) for name in names]
-    if got and r"\text" not in got["name"] and names[0] != names[1]:
+    true_value = wanted["value"].strip()
+    if got is None:
+        if "=" in answer:
+            return False
+        return _same(true_value, answer, finished)
+    true_name = squeezed(wanted["name"])
+    name = squeezed(got["name"])
+    if _BOLD.fullmatch(true_name) or _BOLD.fullmatch(name):  # v and \vec{v} may be bold instead
+        true_name = expressions.MARKED_LETTER.sub(r"\2", true_name)
+        name = expressions.MARKED_LETTER.sub(r"\2", name)
+    if r"\text" not in got["name"] and true_name != name:
         return False
-    if got is None and "=" in answer:
-        return False
-    return _same(wanted["value"].strip(), got["value"].strip() if got else answer, finished)
+    return _same(true_value, got["value"].strip(), finished)
 
 
 # --- Numbers.
@@ -314,17 +394,23 @@ def _as_named(truth: str, answer: str, finished: bool) -> bool | None:
 
 def _is_number(truth: str, number: Quantity, answer: str, finished: bool) -> bool:
     answer = unnamed(_ABOUT.sub("", answer, count=1).strip())
-    if (got := quantity(answer)) is not None:
+    got = quantity(answer)
+    if got is not None:
         return same_quantity(number, got)
-    if len(split_outside_brackets(answer, "=")) > 1:
-        # 15/4 = 3.75 states one number several times; other chains are workings and not answers.
-        values = [quantity(value) for value in split_outside_brackets(answer, "=")]
+    chain = split_outside_brackets(answer, "=")
+    if len(chain) > 1:
+        # 15/4 = 3.75 states one number several times; all other chains are workings and not answers.
+        values = [quantity(value) for value in chain]
         return all(value is not None and same_quantity(number, value) for value in values)
-    if number.units and (got := quantity(answer, ascii_letters)) is not None:
-        return same_quantity(number, got)  # 5 N is a quantity if the truth has a unit too
+    if number.units:
+        got = quantity(answer, ascii_letters)  # 5 N is a quantity if the truth has a unit too
+        if got is not None:
+            return same_quantity(number, got)
     if any(unit.dimensions == (("degree", 1),) for unit in number.units):
         return expressions.same_expression(truth, answer, None)
-    return not finished and r"\pm" not in answer and expressions.same_expression(truth, answer, None)
+    if finished or r"\pm" in answer:
+        return False
+    return expressions.same_expression(truth, answer, None)
 
 
 # --- Sets, lists, tuples, intervals, matrices.
@@ -346,51 +432,75 @@ class Structure(NamedTuple):
 
 
 def _spread(text: str) -> Structure | None:
-    r"""A text's structure; a single \pm in an item of a list, or in a whole text, makes two of it."""
+    r"""A text's structure, in which an item with one \pm is two items: ±3 is the list 3, −3."""
     whole = structure(text)
-    is_list = whole is not None and whole.is_unordered
-    items = whole.items if whole is not None and is_list else [text]
+    kind = "list"
+    if whole is not None and whole.is_unordered:
+        kind = whole.kind
+    items = _unordered_items(whole, text)
     signed = []
     for item in items:
         parts = re.split(r"\\pm(?!od)", item)
         positive = re.sub(r"(^|[(\[{,=] ?)\+", r"\1", "+".join(parts).strip())
         negative = "-".join(parts).strip()
-        if re.fullmatch(r"-\([^()]*,[^()]*\)", negative):  # minus a tuple
-            negative = f"({','.join(f'-({each})' for each in split_outside_brackets(negative[2:-1]))})"
-        signed += [positive.strip(), negative] if len(parts) == 2 else [item]
-    names = {match["name"] for item in items if (match := _NAMED.fullmatch(item))}
-    if len(signed) > len(items) and len(names) < 2:
-        return Structure(whole.kind if whole is not None and is_list else "list", signed)
+        if re.fullmatch(r"-\([^()]*,[^()]*\)", negative):  # The item is minus a tuple.
+            entries = split_outside_brackets(negative[2:-1])
+            negative = f"({','.join(f'-({entry})' for entry in entries)})"
+        if len(parts) == 2:
+            signed += [positive.strip(), negative]
+        else:
+            signed.append(item)
+    if len(signed) > len(items) and len(set(_item_names(items))) < 2:
+        return Structure(kind, signed)
     if re.fullmatch(r"[A-Z] ?\([^()]*,[^()]*\)", text):
         text = text[1:].strip()  # the point P(1,2) is the pair (1,2)
     return structure(text)
 
 
+def _item_names(items: list[str]) -> list[str]:
+    """The names of the items that are assignments, such as x of x = 5."""
+    names = []
+    for item in items:
+        match = _NAMED.fullmatch(item)
+        if match:
+            names.append(match["name"])
+    return names
+
+
 def _same_structure(truth: Structure, got: Structure | None, answer: str, finished: bool) -> bool | None:
+    """Compares items; None if the answer has no items but may be an expression with the same value."""
     if got is None:
         return None if re.search(r"\\begin|\^", answer) else False
-    names = [[match["name"] for item in each.items if (match := _NAMED.fullmatch(item))] for each in (truth, got)]
-    if names[0] and len(names[0]) == len(truth.items):  # assignments such as x=2, y=3, or x=2, x=3
-        if len({*names[0]}) == 1:
+    true_names = _item_names(truth.items)
+    if true_names and len(true_names) == len(truth.items):  # The items are assignments such as x=2, y=3, or x=2, x=3.
+        if len(set(true_names)) == 1:
             return _same_items(truth, got, finished)
         if (truth.kind == "or") is not (got.kind == "or"):
             return False  # x=1 or y=2 is not x=1, y=2
-        if len({*names[0]}) == len(names[0]) == len(got.items) and sorted(names[0]) == sorted(names[1]):
-            orders = [sorted(range(len(each)), key=each.__getitem__) for each in names]
-            truth, got = (
-                each._replace(items=[each.items[index] for index in order])
-                for each, order in zip((truth, got), orders, strict=True)
-            )
-        return _all_same(truth.items, got.items, finished)
+        true_items = truth.items
+        items = got.items
+        item_names = _item_names(items)
+        if len(set(true_names)) == len(items) and sorted(true_names) == sorted(item_names):
+            true_items = _sorted_by_name(true_items, true_names)
+            items = _sorted_by_name(items, item_names)
+        return _all_same(true_items, items, finished)
     if truth.is_unordered:
         return got.is_unordered and _same_items(truth, got, finished)
     column = f"{len(truth.items)} rows"
-    others = {"()": ("<>", "list"), "<>": ("()", "[]", "list", column), column: ("<>",)}.get(truth.kind, ())
-    return got.kind in (truth.kind, *others) and _all_same(truth.items, got.items, finished)
+    equal_kinds = {"()": {"<>", "list"}, "<>": {"()", "[]", "list", column}, column: {"<>"}}
+    if got.kind != truth.kind and got.kind not in equal_kinds.get(truth.kind, ()):
+        return False
+    return _all_same(truth.items, got.items, finished)
+
+
+def _sorted_by_name(items: list[str], names: list[str]) -> list[str]:
+    return [item for _, item in sorted(zip(names, items, strict=True))]
 
 
 def _all_same(truths: list[str], answers: list[str], finished: bool) -> bool:
-    return len(truths) == len(answers) and all(map(_same, truths, answers, itertools.repeat(finished)))
+    if len(truths) != len(answers):
+        return False
+    return all(_same(truth, answer, finished) for truth, answer in zip(truths, answers, strict=True))
 
 
 def _same_items(truth: Structure, got: Structure, finished: bool) -> bool:
@@ -399,37 +509,44 @@ def _same_items(truth: Structure, got: Structure, finished: bool) -> bool:
 
     if truth.kind != "{}":
         return expressions.matched(truth.items, got.items, are_same)
-    matches = [[are_same(true_item, item) for item in got.items] for true_item in truth.items]
-    return all(map(any, matches)) and all(map(any, zip(*matches, strict=True))) if matches else not got.items
+    # Sets may repeat members, so each member needs an equal member on the other side, and no more.
+    are_found = [False] * len(got.items)
+    has_all = True
+    for true_item in truth.items:
+        matches = [are_same(true_item, item) for item in got.items]
+        has_all = has_all and any(matches)
+        are_found = [is_found or matches for is_found, matches in zip(are_found, matches, strict=True)]
+    return has_all and all(are_found)
 
 
 def structure(text: str) -> Structure | None:
-    """The structure of a whole text in the notation of `notation.plain`; None if the text is a single item."""
-    if match := _CASES.fullmatch(text):
-        cases = []
-        for row in rows_of(match[2]):  # a statement, or a pair of a value and its condition
-            cells = [_CONDITION.sub("", _CONDITION.sub("", cell)).strip() for cell in row]
-            cells[1:] = [re.sub(r"^\(([^()]*)\)$", r"\1", cell) for cell in cells[1:]]
-            is_aligned = len(cells) > 1 and cells[1][:1] in ("=", "<", ">")  # a relation with an alignment mark
-            cases.append("".join(cells) if is_aligned or len(cells) == 1 else f"({','.join(cells)})")
-        return Structure("list", cases)
-    if match := re.fullmatch(r"\\langle ?(.*)\\rangle", text):
-        return Structure("<>", split_outside_brackets(match[1]))
-    if (match := _MATRIX.fullmatch(text)) and r"\begin" not in match[2]:
-        rows = rows_of(match[2])
-        return Structure(f"{len(rows)} rows", sum(rows, []))
+    """The structure of a complete text in the notation of `notation.plain`; None if the text is a single item."""
+    cases = _CASES.fullmatch(text)
+    if cases:
+        return Structure("list", [_case(row) for row in matrix_rows(cases[2])])
+    vector = re.fullmatch(r"\\langle ?(.*)\\rangle", text)
+    if vector:
+        return Structure("<>", split_outside_brackets(vector[1]))
+    matrix = _MATRIX.fullmatch(text)
+    if matrix and r"\begin" not in matrix[2]:
+        rows = matrix_rows(matrix[2])
+        return Structure(f"{len(rows)} rows", list(itertools.chain.from_iterable(rows)))
     if text.replace(" ", "") in ("\\emptyset", "\\{\\}"):
         return Structure("{}", [])
     # "x<1 or x>2" is one region and not a list.
-    is_region = re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text)
-    items = split_outside_brackets(text if is_region else _OR.sub(",", _AND.sub(",", text)))
+    separated = text
+    if not re.search(r"[<>]|\\(?:le|ge)(?![a-z])", text):
+        separated = _OR.sub(",", _AND.sub(",", text))
+    items = split_outside_brackets(separated)
     if len(items) > 1 and all(items):
-        return Structure("or" if _OR.search(text) else "list", items)
-    if not (match := _ENCLOSED.fullmatch(text)):
+        kind = "or" if _OR.search(text) else "list"
+        return Structure(kind, items)
+    match = _ENCLOSED.fullmatch(text)
+    if not match:
         return None
     opening, inside, closing = match.groups()
     levels = [0, *depths(inside)]
-    if min(levels) != 0 or levels[-1] != 0:  # the last bracket does not close the first one
+    if min(levels) != 0 or levels[-1] != 0:  # The last bracket does not close the first one.
         return None
     if opening != "{":
         inside = _AND.sub(",", inside)
@@ -444,3 +561,14 @@ def structure(text: str) -> Structure | None:
         case ("{", "}", count) | ("(" | "[", ")" | "]", count) if count > 1:
             return Structure(opening + closing, items)
     return None
+
+
+def _case(cells: list[str]) -> str:
+    """A row of cases as one text: a statement, or the pair of a value and its condition."""
+    cells = [_CONDITION.sub("", _CONDITION.sub("", cell)).strip() for cell in cells]
+    cells[1:] = [re.sub(r"^\(([^()]*)\)$", r"\1", cell) for cell in cells[1:]]
+    if len(cells) == 1:
+        return cells[0]
+    if cells[1][:1] in ("=", "<", ">"):  # The row is a relation with an alignment mark.
+        return "".join(cells)
+    return f"({','.join(cells)})"

@@ -13,7 +13,12 @@ def _table(rows: str) -> dict[str, str]:
     """Maps every other word to the word after it; a command gets a space after its name unless braces follow it."""
     words = rows.split()
     pairs = zip(words[::2], words[1::2], strict=True)
-    return {old: f"{new} " if re.fullmatch(r"\\(?!frac|overline|vec)[A-Za-z]+", new) else new for old, new in pairs}
+    table = {}
+    for old, new in pairs:
+        if re.fullmatch(r"\\(?!frac|overline|vec)[A-Za-z]+", new):
+            new += " "
+        table[old] = new
+    return table
 
 
 _CHARACTERS = _table(r"""
@@ -41,7 +46,7 @@ left right displaystyle textstyle scriptstyle limits nolimits bf rm it sf tt tin
 huge Huge big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr quad qquad hfill nobreak
 """
 _COMMANDS |= {**dict.fromkeys(_WITHOUT_MEANING.split(), " "), "imath": " i", "jmath": " j"}
-# Unicode's tags of characters that stand for others: x², x₂, ½, full width, 𝑥, and units that are one character.
+# Unicode's tags of compatibility characters: x², x₂, ½, full width, 𝑥, and units that are one character.
 _FORMS: dict[str, str] = dict.fromkeys("<wide> <small> <font> <compat> <noBreak> <square>".split(), "%s")
 _FORMS |= {"<super>": "^{%s}", "<sub>": "_{%s}", "<fraction>": r"\frac %s"}
 _BETWEEN_DIGITS = r"(?:\{,\}(?:\\!)?|,\\!|\\!,(?:\\!)?|\\,|\\ |~|')\s*"
@@ -118,14 +123,15 @@ _NOTATION = [
     (r"(^|[ =]|\\(?:cup|cap|setminus|in))([(\[][^\[\]()]*[,;][^\[\]()]*)\[(?=$| ?\\)", r"\1\2)"),
     (r"(?<=[(\[]) | (?=[)\]])", ""),
 ]
-_MARKUP, _NOTATION = ([(re.compile(old), new) for old, new in rewrites] for rewrites in (_MARKUP, _NOTATION))
+_MARKUP = [(re.compile(old), new) for old, new in _MARKUP]
+_NOTATION = [(re.compile(old), new) for old, new in _NOTATION]
 _ARGUMENT = r" ?(?:\{([^{}]*)\}|(\w))"
 _CHOSEN = re.compile(
     rf"(?<![\w'|^\\])(?:\\text ?\{{([CA])\}}|([CA])) ?(?:_{_ARGUMENT} ?\^{_ARGUMENT}|\^{_ARGUMENT} ?_{_ARGUMENT})"
 )
 _COUNT = re.compile(r"\d*[A-Za-z]?(?: ?[-+] ?\w)*")
 _LISTED_MATRIX = re.compile(r"\[(\[[^\[\]]*\](?: ?, ?\[[^\[\]]*\])*)\]")  # [[1,2],[3,4]]
-_PLAIN = re.compile(r"-?\d+(?:\.\d+)?", re.A)  # most answers
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?", re.A)  # Most answers match this pattern.
 _ENCLOSING = [(r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("**", "**"), ("__", "__"), ("$", "$"), ('"', '"')]
 
 
@@ -135,8 +141,12 @@ def plain(text: str) -> str:
         return text
     if not text.isascii():
         visible = (character for character in text if unicodedata.category(character) != "Cf")
-        runs = [(tag, "".join(run)) for tag, run in itertools.groupby(visible, _tag)]
-        text = "".join(_FORMS[tag] % unicodedata.normalize("NFKC", run) if tag else run for tag, run in runs)
+        text = ""
+        for tag, characters in itertools.groupby(visible, _tag):
+            run = "".join(characters)
+            if tag:
+                run = _FORMS[tag] % unicodedata.normalize("NFKC", run)
+            text += run
         text = "".join(str(unicodedata.decimal(character, character)) for character in text)
     text = text.translate(_TRANSLATION)
     text = _MARKED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
@@ -146,17 +156,15 @@ def plain(text: str) -> str:
     text = re.sub(r"(\\\\)|\\[;:, >]|(?<=.)~", lambda match: match.group(1) or " ", text)
     text = re.sub(r"\\[hv]space\*?\s*\{[^{}]*\}", " ", text)
     text = re.sub(r"(\d*\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}", text)
-    if all(
-        "=" in statement and re.fullmatch(r"[^,;]*[^,;\s]", statement.strip())
-        for statement in re.split(r"\\q?quad", text)
-    ):
+    statements = [statement.strip() for statement in re.split(r"\\q?quad", text)]
+    if all("=" in statement and re.fullmatch(r"[^,;]*[^,;\s]", statement) for statement in statements):
         text = re.sub(r"\\q?quad", ",", text)  # x=5 \\quad y=3 is two statements
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match.group(1), match.group()), text)
     text = _rewritten(text, _MARKUP)
     if r"\bmod" in text and r"\equiv" in text:
         text = text.replace(r"\bmod", r"\pmod ")
     elif r"\pmod" not in text:
-        text = re.sub(r"\) ?\\equiv(?![a-z])", ")=", text)  # of functions
+        text = re.sub(r"\) ?\\equiv(?![a-z])", ")=", text)  # Such functions are equal everywhere.
     text = _CHOSEN.sub(_binomial, _rewritten(_inner(text), _NOTATION))
 
     def matrix(listed: re.Match) -> str:
@@ -167,20 +175,25 @@ def plain(text: str) -> str:
 
 
 def _binomial(match: re.Match) -> str:
-    """C_n^k and A_n^k, the numbers of combinations and of arrangements; the text itself for a power such as C_1^2."""
-    kind, lower, upper = (each for each in match.groups() if each is not None and each != "")
+    """Writes C_n^k and A_n^k, counts of combinations and arrangements, as formulas; keeps a power such as C_1^2."""
+    kind, lower, upper = filter(None, match.groups())
     if match.group().find("^") < match.group().find("_"):
         lower, upper = upper, lower
-    are_counts = _COUNT.fullmatch(lower) and _COUNT.fullmatch(upper) and upper != "T"
-    if not are_counts or (lower.isdigit() and not (upper.isdigit() and int(lower) >= int(upper))):
+    if not _COUNT.fullmatch(lower) or not _COUNT.fullmatch(upper) or upper == "T":
         return match.group()
-    return rf"\binom{{{lower}}}{{{upper}}}" if kind == "C" else rf"\frac{{({lower})!}}{{({lower}-({upper}))!}}"
+    if lower.isdigit() and (not upper.isdigit() or int(lower) < int(upper)):
+        return match.group()
+    if kind == "C":
+        return rf"\binom{{{lower}}}{{{upper}}}"
+    return rf"\frac{{({lower})!}}{{({lower}-({upper}))!}}"
 
 
 def _tag(character: str) -> str:
     """Unicode's tag of a compatibility character, such as "<super>"; empty for other characters."""
     tag = unicodedata.decomposition(character).partition(" ")[0]
-    return tag if tag in _FORMS and character not in _CHARACTERS else ""
+    if tag not in _FORMS or character in _CHARACTERS:
+        return ""
+    return tag
 
 
 def _rewritten(text: str, rewrites: list) -> str:
@@ -190,7 +203,7 @@ def _rewritten(text: str, rewrites: list) -> str:
 
 
 def _inner(text: str) -> str:
-    """Removes math delimiters, Markdown marks and quotation marks around the whole text, and a final period."""
+    """Removes math delimiters, Markdown marks and quotation marks around the text, and a final period."""
     before = None
     while before != text:
         before = text
@@ -207,8 +220,10 @@ def _inner(text: str) -> str:
 
 def braced(text: str) -> str | None:
     """The text inside the pair of braces that a text starts with; None if it starts with none or never closes it."""
+    if not text.startswith("{"):
+        return None
     depth = 0
-    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL) if text.startswith("{") else ():
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
         if depth == 0:
             return text[1 : match.start()]
@@ -222,15 +237,23 @@ def depths(text: str) -> Iterator[int]:
 
 def split_outside_brackets(text: str, separators: str = ",;") -> list[str]:
     """Splits a text at separators that are outside all brackets, and strips the parts."""
-    indices = [index for index, depth in enumerate(depths(text)) if depth == 0 and text[index] in separators]
-    ends = zip([-1, *indices], [*indices, len(text)], strict=True)
-    return [text[start + 1 : end].strip() for start, end in ends]
+    parts = []
+    start = 0
+    for index, depth in enumerate(depths(text)):
+        if depth == 0 and text[index] in separators:
+            parts.append(text[start:index].strip())
+            start = index + 1
+    parts.append(text[start:].strip())
+    return parts
 
 
-def rows_of(text: str) -> list[list[str]]:
+def matrix_rows(text: str) -> list[list[str]]:
     r"""The entries of each row of a matrix or of cases, from the text between \begin and \end."""
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", text) if row.strip()]
-    return [[entry.strip() for entry in row.split("&")] for row in rows]
+    rows = []
+    for row in re.split(r"\\\\(?:\[[^\]]*\])?", text):
+        if row.strip():
+            rows.append([entry.strip() for entry in row.split("&")])
+    return rows
 
 
 def squeezed(text: str) -> str:
@@ -238,7 +261,7 @@ def squeezed(text: str) -> str:
     return re.sub(r"(?<![\w.]) | (?![\w.])", "", text)
 
 
-def words_of(text: str) -> str:
+def lowercase_words(text: str) -> str:
     r"""Reduces a text to lowercase words, without \text, quotation marks and a leading article."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = " ".join(text.casefold().replace('"', "").strip(" .").split())

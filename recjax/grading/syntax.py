@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from recjax.grading.notation import rows_of, split_outside_brackets
-from recjax.grading.quantities import Quantity, quantity
+from recjax.grading.notation import matrix_rows, split_outside_brackets
+from recjax.grading.quantities import quantity
 
 CONSTANTS = {r"\pi", "e", "i", r"\infty"}
 
@@ -53,13 +53,17 @@ def signed(sign: str | None, node: Node) -> Node:
         return Node("mul", (Node("name", (r"\pm",)), node))
     if sign != "-":
         return node
-    return number(-node.args[0]) if node.kind == "number" else Node("mul", (number(-1), node))
+    if node.kind == "number":
+        return number(-node.args[0])
+    return Node("mul", (number(-1), node))
 
 
 def names(node: Any) -> set[str]:
     """The unknowns of a tree, constants excluded."""
+    if not isinstance(node, tuple):
+        return set()
     if not isinstance(node, Node):
-        return set().union(*map(names, node)) if isinstance(node, tuple) else set()
+        return set().union(*map(names, node))
     if node.kind == "name":
         return {node.args[0]} - CONSTANTS
     if node.kind in ("sum", "product", "integral", "limit"):
@@ -69,15 +73,22 @@ def names(node: Any) -> set[str]:
 
 def walk(tree: Any) -> Iterator[Node]:
     """All nodes of a tree, or of a tuple of trees."""
+    if not isinstance(tree, tuple):
+        return
+    parts = tree
     if isinstance(tree, Node):
         yield tree
-    for each in (tree.args if isinstance(tree, Node) else tree) if isinstance(tree, tuple) else ():
-        yield from walk(each)
+        parts = tree.args
+    for part in parts:
+        yield from walk(part)
 
 
 def contains(tree: Any, *wanted: str) -> bool:
-    """True if a tree contains one of the texts, as a name, a call or another part of a node."""
-    return any(each in wanted for node in walk(tree) for each in (node.kind, *node.args) if isinstance(each, str))
+    """True if a tree contains one of the texts, as a kind, a name, or the name of a function."""
+    for node in walk(tree):
+        if node.kind in wanted or any(isinstance(part, str) and part in wanted for part in node.args):
+            return True
+    return False
 
 
 # --- The parser.
@@ -88,7 +99,8 @@ RELATIONS = set(
 )
 SET_OPERATORS = set(r"\cup \cap \setminus \wedge \vee \circ \oplus \otimes \bmod".split())
 TRIGONOMETRY = "sin cos tan sec csc cot sinh cosh tanh sech csch coth".split()
-INVERSES = {f"{arc}{name}": f"arc{name}" for name in TRIGONOMETRY for arc in ("a", "arc")}
+INVERSES = {f"a{name}": f"arc{name}" for name in TRIGONOMETRY}
+INVERSES |= {f"arc{name}": f"arc{name}" for name in TRIGONOMETRY}
 INVERSES |= {"arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh", "tg": "tan", "ctg": "cot", "cosec": "csc"}
 INVERSES |= {"arctg": "arctan", "sgn": "sign", "Re": "re", "Im": "im"}
 # Names in _WORDS and _UNSLASHED are recognized without a backslash too.
@@ -119,7 +131,7 @@ _ENCLOSED = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil", r"\|": "norm"}
 # names of vectors, of matrices
 MARKED = re.compile(r"\\(?:vec|mathbf|hat)\{")
 CAPITAL = re.compile(r"[A-Z](?:_.*)?$")
-_CONNECTIVE = re.compile(r"(?i)\\text ?\{ ?(?:or|and|if|not) ?\}|\b(?:or|and|if|not)\b")  # these words are no factors
+_CONNECTIVE = re.compile(r"(?i)\\text ?\{ ?(?:or|and|if|not) ?\}|\b(?:or|and|if|not)\b")  # These words are no factors.
 BRACKETS = {"()", "(]", "[)", "[]", "set", r"\times"}
 _LARGE = {r"\sum": "sum", r"\prod": "product", r"\int": "integral", r"\lim": "limit"}
 _ENDS = RELATIONS | SET_OPERATORS | set(r"\pm \cdot \times \div \pmod \rfloor \rceil".split())
@@ -138,8 +150,8 @@ def tokens(text: str) -> list[str]:
         run = match.group()
         if run[0].isalpha():
             if pieces and pieces[-1] in ("^", "_"):
-                # A^TBC
-                pieces = [*pieces, run[0]]
+                # In A^TBC, only T is the exponent.
+                pieces.append(run[0])
                 run = run[1:]
             pieces += _letters(run, text[match.end() : match.end() + 1])
         else:
@@ -155,17 +167,19 @@ def _letters(run: str, following: str) -> list[str]:
     if run in _WORDS or run in ("pi", "sqrt") or run in _UNSLASHED:
         return [f"\\{run}"]
     for size in range(len(run) - 1, 1, -1):
-        # 2Rsin(A): the name ends the run of letters; sinx: the name begins it
+        # In 2Rsin(A), the name ends the run of letters; in sinx, it starts the run.
         if following == "(" and run[-size:] in _WORDS | {"sqrt"}:
             return [*_letters(run[:-size], ""), f"\\{run[-size:]}"]
         if run[:size] in _WORDS and run[size:] == "x":
             return [f"\\{run[:size]}", "x"]
-    return [run] if len(run) > 2 and run.isupper() else list(run)
+    if len(run) > 2 and run.isupper():
+        return [run]
+    return list(run)
 
 
 @functools.lru_cache(maxsize=1024)
 def parse_math(text: str, marks: frozenset[tuple[str, str]] = frozenset()) -> Node | None:
-    """Parses a whole text into a tree; None if any part of the text is unknown.
+    """Parses a complete text into a tree; None if any part of the text is unknown.
 
     Args:
         marks: letters of the text and the names that they stand for: a vector, such as i and \\hat{i}, or
@@ -174,26 +188,32 @@ def parse_math(text: str, marks: frozenset[tuple[str, str]] = frozenset()) -> No
     try:
         reader = _Reader(text, marks)
         node = reader.statement()
-        return node if reader.token is None else None
     except (ValueError, RecursionError):
         return None
+    if reader.token is not None:
+        return None
+    return node
 
 
 class _Reader:
+    """A recursive descent parser: each method reads the longest text of its kind at the current position."""
+
     def __init__(self, text: str, marks: frozenset[tuple[str, str]]):
         self.matrices = []
         self.marks = dict(marks)
 
         def set_apart(match: re.Match) -> str:
-            entries = tuple(tuple(map(parse_math, row)) for row in rows_of(match[2]))
-            if len({*map(len, entries)}) != 1 or None in sum(entries, ()):
+            rows = tuple(tuple(map(parse_math, row)) for row in matrix_rows(match[2]))
+            if len(set(map(len, rows))) != 1 or any(None in row for row in rows):
                 raise Unreadable(match.group())
-            node = Node("matrix", entries)
-            self.matrices.append(Node("call", ("det", node)) if match[1] == "vmatrix" else node)
+            node = Node("matrix", rows)
+            if match[1] == "vmatrix":
+                node = Node("call", ("det", node))
+            self.matrices.append(node)
             return rf" \matrix{{{len(self.matrices) - 1}}} "
 
         def cases_apart(match: re.Match) -> str:
-            self.matrices.append(Node("cases", tuple(map(_case, rows_of(match[2])))))
+            self.matrices.append(Node("cases", tuple(map(_case, matrix_rows(match[2])))))
             return rf" \matrix{{{len(self.matrices) - 1}}} "
 
         text = _MATRIX.sub(set_apart, _CASES.sub(cases_apart, text))
@@ -201,11 +221,13 @@ class _Reader:
             raise Unreadable(text)
         self.tokens = tokens(text)
         self.position = 0
-        self.bars = ""  # the token that closes the innermost |…| or \\|…\\|
+        self.bars = ""  # This token closes the innermost |…| or \\|…\\|
 
     @property
     def token(self) -> str | None:
-        return self.tokens[self.position] if self.position < len(self.tokens) else None
+        if self.position >= len(self.tokens):
+            return None
+        return self.tokens[self.position]
 
     def next(self) -> str:
         if self.token is None:
@@ -214,7 +236,9 @@ class _Reader:
         return self.tokens[self.position - 1]
 
     def accept(self, *marks: str) -> str | None:
-        return self.next() if self.token in marks else None
+        if self.token in marks:
+            return self.next()
+        return None
 
     def expect(self, mark: str) -> None:
         if self.next() != mark:
@@ -240,8 +264,12 @@ class _Reader:
             sides.append(self.sets())
         if any(map(_takes_anything, sides)):
             raise Unreadable("0 or infinity with more")
-        node = Node("relation", (tuple(operators), tuple(sides))) if operators else sides[0]
-        return Node("call", (r"\pmod", node, self.argument())) if self.accept(r"\pmod") else node
+        node = sides[0]
+        if operators:
+            node = Node("relation", (tuple(operators), tuple(sides)))
+        if self.accept(r"\pmod"):
+            return Node("call", (r"\pmod", node, self.argument()))
+        return node
 
     def sets(self) -> Node:
         node = self.ratio()
@@ -254,24 +282,37 @@ class _Reader:
         ratios = []
         while self.accept(":"):
             ratios.append(Node("mul", (first, inverse(self.sum()))))
-        return Node("call", ("ratio", *ratios)) if len(ratios) > 1 else ratios[0] if ratios else first
+        if not ratios:
+            return first
+        if len(ratios) == 1:
+            return ratios[0]
+        return Node("call", ("ratio", *ratios))
 
     def sum(self) -> Node:
         sign = self.accept("+", "-", r"\pm")
         terms = [signed(sign, self.product())]
-        while sign := self.accept("+", "-", r"\pm"):
+        while self.token in ("+", "-", r"\pm"):
+            sign = self.next()
             terms.append(signed(sign, self.product()))
-        return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
+        if len(terms) == 1:
+            return terms[0]
+        return Node("add", tuple(terms))
 
     def product(self) -> Node:
         factors = [self.power()]
         while True:
-            if operator := self.accept("*", r"\cdot", r"\times"):
-                factors.append(signed(self.accept("-"), self.power()))
-                kinds = {*map(_order, factors[-2:])}
-                if "" not in kinds and (operator == r"\times" or kinds == {"vector"}):
-                    name = "dot" if operator != r"\times" else operator if "set" in kinds else "cross"
-                    factors[-2:] = [Node("call", (name, *factors[-2:]))]
+            operator = self.accept("*", r"\cdot", r"\times")
+            if operator:
+                left = factors.pop()
+                right = signed(self.accept("-"), self.power())
+                kinds = {_order(left), _order(right)}
+                if operator != r"\times" and kinds == {"vector"}:
+                    factors.append(Node("call", ("dot", left, right)))
+                elif operator == r"\times" and "" not in kinds:
+                    name = r"\times" if "set" in kinds else "cross"
+                    factors.append(Node("call", (name, left, right)))
+                else:
+                    factors += [left, right]
             elif self.accept("/", r"\div"):
                 factors.append(inverse(signed(self.accept("-"), self.power())))
             elif self.starts_factor():
@@ -290,8 +331,10 @@ class _Reader:
         if token in ("|", r"\|"):
             return token != self.bars
         if token[0].isdigit():
-            # x2 is not a product, but n2^n is one
-            return self.tokens[self.position - 1] in ("!", ")", "}") or self.tokens[self.position + 1 :][:1] == ["^"]
+            # x2 is not a product, but n2^n is one.
+            before = self.tokens[self.position - 1]
+            after = self.tokens[self.position + 1 : self.position + 2]
+            return before in ("!", ")", "}") or after == ["^"]
         return token[-1].isalpha() or token in ("(", "[", "{")
 
     def power(self) -> Node:
@@ -303,13 +346,14 @@ class _Reader:
                 node = self.raised(node)
                 raised = True
             elif self.accept("!"):
-                node = Node("call", ("factorial2" if self.accept("!") else "factorial", node))
+                name = "factorial2" if self.accept("!") else "factorial"
+                node = Node("call", (name, node))
                 raised = False
             elif self.accept("%"):
                 node = Node("mul", (node, number(Fraction(1, 100))))
             elif self.accept("°"):
                 node = Node("mul", (node, Node("name", (r"\pi",)), number(Fraction(1, 180))))
-            elif self.token == "^":  # raised twice
+            elif self.token == "^":  # The base is raised twice.
                 raise Unreadable(self.token)
             else:
                 return node
@@ -320,14 +364,16 @@ class _Reader:
         is_transposed = mark == r"\top" or (mark == "T" and _is_matrix_name(base))
         if is_transposed and base.kind == "call" and base.args[0] in ("()", "[]"):
             return Node("matrix", tuple((entry,) for entry in base.args[1:]))  # (1,2,3)^T
-        if is_transposed or mark in ("*", r"\star", r"\dagger", "+", "-"):
-            return Node("call", ("transpose" if is_transposed else f"^{mark}", base))
+        if is_transposed:
+            return Node("call", ("transpose", base))
+        if mark in ("*", r"\star", r"\dagger", "+", "-"):
+            return Node("call", (f"^{mark}", base))
         self.position = start
         power = signed(self.accept("-"), self.primary())
         if (power == number(0) and names(base)) or (base in (number(0), number(1)) and names(power)):
             raise Unreadable("0 and 1 as powers hide the other part")
         if power == number(-1) and _is_matrix_name(base) and all(map(CAPITAL.match, names(base))):
-            return Node("call", ("^-1", base))  # may be a matrix; a denominator is a number
+            return Node("call", ("^-1", base))  # The base may be a matrix; a denominator is a number.
         return Node("pow", (base, power))
 
     # --- Single operands.
@@ -352,10 +398,17 @@ class _Reader:
 
     def numeral(self, token: str) -> Node:
         """A decimal, or a mixed number such as 3\\frac{1}{2}, which is no product."""
-        amount = quantity(token) if "\\" in token else Quantity(Fraction(token))
-        if amount is None or (self.token or "")[:1] in tuple("0123456789._") or self.token == r"\overline":
+        if "\\" in token:
+            amount = quantity(token)
+            if amount is None:
+                raise Unreadable("numbers apart")
+            value = amount.value
+        else:
+            value = Fraction(token)
+        following = self.token or ""
+        if following.startswith(tuple("0123456789._")) or following == r"\overline":
             raise Unreadable("numbers apart")
-        return number(amount.value)
+        return number(value)
 
     def group(self, opening: str) -> Node:
         bars = self.bars
@@ -390,11 +443,12 @@ class _Reader:
                 name += f"^{power}"
             else:
                 self.position = start
-        # In v(t) = …, any letter is a function.
         if name == "C" and self.token == "(":
-            if len(chosen := self.arguments()) == 2:
-                return Node("call", ("binomial", *chosen))
+            arguments = self.arguments()
+            if len(arguments) == 2:
+                return Node("call", ("binomial", *arguments))
             self.position = start
+        # In v(t) = …, any letter is a function.
         defined = start == 1 and self.tokens[3:5] == [")", "="] and self.tokens[2].isalpha()
         is_applied = token in APPLIED and token not in self.marks
         if self.token == "(" and (is_applied or defined or name[-1] == "'" or "^" in name):
@@ -404,7 +458,9 @@ class _Reader:
     def arguments(self) -> tuple[Node, ...]:
         self.next()
         group = self.group("(")
-        return group.args[1:] if group.kind == "call" and group.args[0] == "()" else (group,)
+        if group.kind == "call" and group.args[0] == "()":
+            return group.args[1:]
+        return (group,)
 
     def argument(self, most: int = 1) -> Node:
         """A command's argument: braces, parentheses or a token; the first of a number's at most `most` digits."""
@@ -412,14 +468,19 @@ class _Reader:
         if token.isdigit():
             if len(token) > most:
                 raise Unreadable(r"\sqrt12")
-            self.tokens[self.position : self.position + 1] = [token[1:]] if len(token) > 1 else []
+            if len(token) > 1:
+                self.tokens[self.position] = token[1:]
+            else:
+                del self.tokens[self.position]
             return number(int(token[0]))
         if token in (r"\sqrt", r"\frac") or token[1:] in GREEK or token in ("(", "{") or token.isalnum():
             return self.primary()
         raise Unreadable(token)
 
     def command(self, token: str) -> Node:
-        name = token[1:] if token[0] == "\\" else ""
+        name = ""
+        if token[0] == "\\":
+            name = token[1:]
         if name in GREEK:
             return self.named(token)
         if name in FUNCTIONS:
@@ -430,7 +491,9 @@ class _Reader:
                 raise Unreadable(content)
             return self.named(f"{token}{{{content}}}")
         if name in FIGURES:
-            letters = self.enclosed() if self.token == "{" else ""
+            letters = ""
+            if self.token == "{":
+                letters = self.enclosed()
             while not letters or (self.token or "").isupper():
                 letters += self.next()
             return self.named(f"{token} {min(letters, letters[::-1])}")
@@ -461,7 +524,10 @@ class _Reader:
             if name not in ("log", "max", "min", "sup", "inf"):
                 raise Unreadable(name)
             is_short = (self.token or "").isdigit() and len(self.tokens) > self.position + 1
-            base = number(int(self.next())) if is_short else self.argument(most=9)  # \log_2 3 and \log_10 x
+            if is_short:  # \log_2 3 and \log_10 x
+                base = number(int(self.next()))
+            else:
+                base = self.argument(most=9)
         if self.accept("^"):
             power = signed(self.accept("-"), self.primary())
             if power == number(-1) and name in TRIGONOMETRY:
@@ -472,18 +538,24 @@ class _Reader:
         elif name in ("max", "min", "gcd", "lcm") and self.token == r"\{":
             node = Node("call", (name, *self.primary().args[1:]))
         else:
-            factors = [self.power()]
-            if self.tokens[self.position - 1] not in (")", "|"):
-                while (
-                    self.starts_factor()
-                    and self.token not in ("(", "[", "|")
-                    and (self.token or "")[1:] not in FUNCTIONS
-                ):
-                    factors.append(self.power())
-            node = Node("call", (name, factors[0] if len(factors) == 1 else Node("mul", tuple(factors))))
+            node = Node("call", (name, self.bare_argument()))
         if base is not None:
             node = Node("call", (f"{name}_", *node.args[1:], base))
-        return node if power is None else Node("pow", (node, power))
+        if power is None:
+            return node
+        return Node("pow", (node, power))
+
+    def bare_argument(self) -> Node:
+        """A function's argument without parentheses: 2x of "sin 2x", but only x of "sin x cos y"."""
+        factors = [self.power()]
+        if self.tokens[self.position - 1] not in (")", "|"):
+            while self.starts_factor() and self.token not in ("(", "[", "|"):
+                if (self.token or "")[1:] in FUNCTIONS:
+                    break
+                factors.append(self.power())
+        if len(factors) == 1:
+            return factors[0]
+        return Node("mul", tuple(factors))
 
     def fraction(self) -> Node:
         start = self.position
@@ -506,14 +578,17 @@ class _Reader:
     def large(self, kind: str) -> Node:
         lower = upper = None
         for _ in range(2):
-            if mark := self.accept("_", "^"):
-                node = self.argument()
-                lower, upper = (node, upper) if mark == "_" else (lower, node)
+            if self.accept("_"):
+                lower = self.argument()
+            elif self.accept("^"):
+                upper = self.argument()
         if kind == "integral":
             return self.integral(lower, upper)
         match lower:
             case Node("relation", ((operator,), (Node("name", (name,)), start))):
-                if operator == (r"\to" if kind == "limit" else "=") and (upper is None) is (kind == "limit"):
+                is_limit = kind == "limit" and operator == r"\to" and upper is None
+                is_finite = kind != "limit" and operator == "=" and upper is not None
+                if is_limit or is_finite:
                     return Node(kind, (name, start, upper, self.product()))
         raise Unreadable(kind)
 
@@ -531,7 +606,9 @@ class _Reader:
         variable = self.tokens[ends[-1] + 1]
         after = self.tokens[ends[-1] + 2 :]
         self.tokens = self.tokens[: ends[-1]]
-        body = self.sum() if self.token is not None else number(1)
+        body = number(1)
+        if self.token is not None:
+            body = self.sum()
         if self.token is not None or not (variable.isalpha() or variable[1:] in GREEK):
             raise Unreadable("integral")
         self.tokens += after
@@ -544,10 +621,15 @@ def _case(row: list[str]) -> tuple[Node, Node]:
     Raises:
         ValueError: the row is no value with a comparison, or with "otherwise".
     """
-    cells = row if len(row) > 1 else split_outside_brackets(row[0])
+    cells = row
+    if len(row) == 1:
+        cells = split_outside_brackets(row[0])
     value, condition = (_IF.sub("", cell.strip()).strip() for cell in cells)
     tree = parse_math(value)
-    condition_tree = number(1) if _OTHERWISE.fullmatch(condition) else parse_math(condition)
+    if _OTHERWISE.fullmatch(condition):
+        condition_tree = number(1)
+    else:
+        condition_tree = parse_math(condition)
     if tree is None or condition_tree is None or tree.kind == "relation":
         raise Unreadable("cases")
     has_comparison = condition_tree.kind == "relation" and _COMPARISONS.issuperset(condition_tree.args[0])
@@ -560,11 +642,22 @@ def _order(node: Node) -> str:
     """The kind of factors that keep their order: "vector", "set", or "capital", a letter that may be either."""
     name = node.args[0]
     if node.kind == "name":
-        return "vector" if MARKED.match(name) else "set" if "bb{" in name else "capital" if name[0].isupper() else ""
+        if MARKED.match(name):
+            return "vector"
+        if "bb{" in name:
+            return "set"
+        if name[0].isupper():
+            return "capital"
+        return ""
     if node.kind == "call":
-        return "vector" if name == "cross" else "set" if name in BRACKETS | SET_OPERATORS else ""
-    is_sum = node.kind in ("add", "mul") and any(_order(operand) == "vector" for operand in node.args)
-    return "vector" if is_sum else ""
+        if name == "cross":
+            return "vector"
+        if name in BRACKETS or name in SET_OPERATORS:
+            return "set"
+        return ""
+    if node.kind in ("add", "mul") and any(_order(operand) == "vector" for operand in node.args):
+        return "vector"
+    return ""
 
 
 def _takes_anything(node: Node) -> bool:
@@ -572,14 +665,18 @@ def _takes_anything(node: Node) -> bool:
     if node.kind not in ("mul", "add"):
         return False
     operands = [operand for operand in node.args if operand not in (number(-1), Node("name", (r"\pm",)))]
-    hides = (
-        _INFINITE in operands or signed("-", _INFINITE) in operands or (node.kind == "mul" and number(0) in operands)
-    )
-    return (hides and len(operands) > 1) or (node.kind == "mul" and any(map(_takes_anything, operands)))
+    if len(operands) > 1:
+        if _INFINITE in operands or signed("-", _INFINITE) in operands:
+            return True
+        if node.kind == "mul" and number(0) in operands:
+            return True
+    return node.kind == "mul" and any(map(_takes_anything, operands))
 
 
 def _is_matrix_name(node: Node) -> bool:
     """True if a superscript T transposes the node: a name, a matrix, or a sum or product of matrices such as (AB)."""
     if node.kind in ("mul", "add"):
-        return all(_is_matrix_name(each) for each in node.args)
-    return node.kind in ("name", "matrix") or (node.kind == "call" and node.args[0] in ("()", "[]"))
+        return all(map(_is_matrix_name, node.args))
+    if node.kind == "call":
+        return node.args[0] in ("()", "[]")
+    return node.kind in ("name", "matrix")

@@ -6,7 +6,7 @@ the thoughts. Graders read `whole_reply`, which includes that tag.
 
 import re
 
-# Opening and closing tags: DeepSeek, Qwen and others; EXAONE; Mistral; Sky-T1; Cohere; Kimi; Seed; Apertus; gpt-oss.
+# Opening and closing tags: DeepSeek, Qwen; EXAONE; Mistral; Sky-T1; Cohere; Kimi; Seed; Apertus; gpt-oss.
 _TAGS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -20,19 +20,24 @@ _TAGS = {
     "<|inner_prefix|>": "<|inner_suffix|>",
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
 }
-_TAG = re.compile("|".join(re.escape(tag) for pair in _TAGS.items() for tag in pair))
 _CLOSING = frozenset(_TAGS.values())
+_TAG = re.compile("|".join(map(re.escape, [*_TAGS, *_TAGS.values()])))
 
 
 def opening_tag(prompt: str) -> str:
     """The thinking tag at the end of a prompt; empty if the prompt ends without one."""
-    end = prompt.rstrip()
-    return next((tag for tag in _TAGS if end.endswith(tag)), "")
+    text = prompt.rstrip()
+    for tag in _TAGS:
+        if text.endswith(tag):
+            return tag
+    return ""
 
 
 def whole_reply(opening: str, completion: str) -> str:
     """A completion after its prompt's last thinking tag; adds no tag if the completion repeats it."""
-    return completion if completion.lstrip().startswith(opening) else opening + completion
+    if completion.lstrip().startswith(opening):
+        return completion
+    return opening + completion
 
 
 def unclosed_tag(text: str) -> str:
@@ -51,12 +56,13 @@ def after_thoughts(reply: str) -> str:
 def one_thought(reply: str) -> tuple[str, str] | None:
     """The thoughts at the start of a reply, and the text after them; None unless the reply has exactly one block."""
     text = reply.strip()
-    opening = next((tag for tag in _TAGS if text.startswith(tag)), None)
-    if opening is None:
-        return None
-    thoughts, closing, after = text.removeprefix(opening).partition(_TAGS[opening])
-    is_one = closing and not any(tag in section for tag in (opening, closing) for section in (thoughts, after))
-    return (thoughts, after) if is_one else None
+    for opening, closing in _TAGS.items():
+        if text.startswith(opening):
+            thoughts, found, after = text.removeprefix(opening).partition(closing)
+            if not found or opening in thoughts or opening in after or closing in after:
+                return None
+            return thoughts, after
+    return None
 
 
 def _parts(reply: str) -> tuple[str, str]:
@@ -66,7 +72,11 @@ def _parts(reply: str) -> tuple[str, str]:
     opening = ""
     for match in _TAG.finditer(reply):
         tag = match.group()
-        if tag == _TAGS[opening] if opening else tag in _CLOSING:
+        if opening:
+            closes = tag == _TAGS[opening]
+        else:
+            closes = tag in _CLOSING
+        if closes:
             begin = match.end()
             end = len(reply)
             opening = ""

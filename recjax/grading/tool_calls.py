@@ -1,4 +1,4 @@
-"""Reward for tool calls: exactly one think block and then the calls as JSON, compared as a multiset with the truth."""
+"""Reward for tool calls: one think block and then JSON calls, compared as a multiset with the true calls."""
 
 import json
 import math
@@ -29,13 +29,17 @@ def tool_calls(completion: str, answer: str, columns: Mapping[str, Any]) -> dict
     if truth is None:
         raise ValueError(f"tool_calls needs answers that are JSON lists of name and arguments; got {answer!r:.200}")
     calls = _calls_after_thoughts(completion)
-    return {"accuracy": float(calls is not None and Counter(calls) == Counter(truth))}
+    if calls is None:
+        return {"accuracy": 0.0}
+    return {"accuracy": float(Counter(calls) == Counter(truth))}
 
 
 def canonical_calls(completion: str) -> str | None:
     """A completion's calls, sorted and in a canonical spelling; None if its form is wrong."""
     calls = _calls_after_thoughts(completion)
-    return None if calls is None else "[" + ", ".join(sorted(calls)) + "]"
+    if calls is None:
+        return None
+    return f"[{', '.join(sorted(calls))}]"
 
 
 def _calls_after_thoughts(completion: str) -> list[str] | None:
@@ -44,7 +48,9 @@ def _calls_after_thoughts(completion: str) -> list[str] | None:
         return None
     text = parts[1].strip()
     fence = _FENCE.match(text)
-    return _calls(text[fence.end() : -3] if fence and text.endswith("```") and fence.end() < len(text) - 3 else text)
+    if fence and text.endswith("```") and fence.end() < len(text) - 3:
+        text = text[fence.end() : -3]
+    return _calls(text)
 
 
 def _calls(text: str) -> list[str] | None:
@@ -59,8 +65,10 @@ def _calls(text: str) -> list[str] | None:
         parsed = json.loads(text, object_pairs_hook=unique, parse_constant=_number, parse_float=_number)
     except (ValueError, RecursionError):
         return None
+    if not isinstance(parsed, list):
+        parsed = [parsed]
     calls = []
-    for call in parsed if isinstance(parsed, list) else [parsed]:
+    for call in parsed:
         match call:
             case {"name": str(name), "arguments": dict(arguments)} if len(call) == 2:
                 try:
@@ -76,4 +84,6 @@ def _number(text: str) -> int | float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is not JSON, or too large to be told from other numbers")
-    return int(value) if value.is_integer() else value
+    if value.is_integer():
+        return int(value)
+    return value

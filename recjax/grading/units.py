@@ -1,6 +1,7 @@
 """Units after a number: a table of units, and parsing of a text into a unit, a power of units, or a rate."""
 
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -53,7 +54,20 @@ _PREFIXES = {
     **{"": ("", 0), "h": ("hecto", 2), "k": ("kilo", 3), "M": ("mega", 6), "G": ("giga", 9), "T": ("tera", 12)},
     "p": ("pico", -12),
 }
-_UNPREFIXED = {"pm", "cd", "G", "M", "Gy", "mb", "Mb", "B", "b", "dB", "hl", "cal"}  # usual with another meaning
+_UNPREFIXED = {
+    "pm",
+    "cd",
+    "G",
+    "M",
+    "Gy",
+    "mb",
+    "Mb",
+    "B",
+    "b",
+    "dB",
+    "hl",
+    "cal",
+}  # These symbols usually have a different meaning.
 # Countable nouns of answers, in the singular; other forms of a noun follow a slash. An answer with a noun outside the
 # list is wrong, so the list may grow; uncountable words ("more", "left", "wrong") must not be added.
 _NOUNS = """
@@ -103,7 +117,7 @@ _TEMPERATURES = {
     "c": Unit(Fraction(1), (("temperature", 1),)),
     "f": Unit(Fraction(5, 9), (("temperature", 1),), Fraction(-32)),
 }
-NOTHING = Unit(Fraction(1), ())  # a unit without meaning, such as "units"
+NOTHING = Unit(Fraction(1), ())  # The word "units" has no meaning.
 _NAMELESS = re.compile(r"(?:square |sq\.? |cubic |cu\.? )?units?(?: ?(?:\^ ?\{?[1-4]\}?|squared|cubed))?", re.I)
 _FACTOR = re.compile(
     r"(?P<before>(?:square|sq\.?|cubic|cu\.?)\s+)?(?P<name>[a-zωΩμåÅ$€£¥₹¢°%\u4e00-\u9fff][a-zωΩμö$-]*)\.?"
@@ -118,20 +132,28 @@ BARE_LETTERS = set("mgshlL$%°€£¥₹¢")
 
 @functools.cache
 def _tables() -> tuple[dict[str, tuple[Unit, ...]], dict[str, tuple[Unit, ...]]]:
-    """Readings of each name; SI symbols keep their case in the first table, and all names are lowercase in the second.
+    """The units that each name can mean. The first table is case-sensitive; names in the second are lowercase.
 
-    The second has only symbols that are often written in lower case, such as kwh and mhz.
+    The second table has only the symbols that are often written in lowercase, such as kwh and mhz.
     """
     table: dict[str, tuple[Unit, ...]] = {}
 
     def add(unit: Unit, names: Iterable[str]) -> None:
         for name in names:
-            plural = re.sub(r"(?<=[sxz])$|(?<=[cs]h)$", "e", re.sub(r"(?<=[^aeiou])y$", "ie", name)) + "s"
-            for form in {name, f"{name}s", plural} if len(name) > 2 or name == "lb" else {name}:
-                table[form] = tuple(dict.fromkeys((*table.get(form, ()), unit)))
+            forms = {name}
+            if len(name) > 2 or name == "lb":
+                stem = re.sub(r"(?<=[^aeiou])y$", "ie", name)
+                stem = re.sub(r"(?<=[sxz])$|(?<=[cs]h)$", "e", stem)
+                forms |= {f"{name}s", f"{stem}s"}
+            for form in forms:
+                readings = table.get(form, ())
+                if unit not in readings:
+                    table[form] = (*readings, unit)
 
-    rows = [(text is _SI, row) for text in (_SI, _OTHER) for row in re.split(r"[;\n]", text.strip())]
-    for has_prefixes, row in rows + [(False, noun.replace("/", " ")) for noun in _NOUNS.split()]:
+    rows = [(True, row) for row in re.split(r"[;\n]", _SI.strip())]
+    rows += [(False, row) for row in re.split(r"[;\n]", _OTHER.strip())]
+    rows += [(False, noun.replace("/", " ")) for noun in _NOUNS.split()]
+    for has_prefixes, row in rows:
         names, _, definition = row.partition("=")
         symbol, *others = names.split()
         size, _, base = definition.strip().partition(" ")
@@ -148,8 +170,10 @@ def _tables() -> tuple[dict[str, tuple[Unit, ...]], dict[str, tuple[Unit, ...]]]
             add(scaled, (long + name for name in others))
     lowercase: dict[str, tuple[Unit, ...]] = {}
     for name, readings in table.items():
-        if name == name.casefold() or ((len(name) > 1 and name[0] in "HkMGcem") or name[1:] in ("L", "B")):
-            lowercase[name.casefold()] = (*lowercase.get(name.casefold(), ()), *readings)
+        lower = name.casefold()
+        has_prefix = len(name) > 1 and name[0] in "HkMGcem"
+        if name == lower or has_prefix or name[1:] in ("L", "B"):
+            lowercase[lower] = lowercase.get(lower, ()) + readings
     return table, lowercase
 
 
@@ -163,51 +187,62 @@ def units(text: str) -> tuple[Unit, ...]:
     text = re.sub(r"(?<=\() | (?=\))", "", " ".join(text.split())).rstrip(".")
     text = re.sub(r"\b(light|nautical|astronomical) (?=year|mile|unit)", r"\1-", text, flags=re.I)
     text = _REPLACED.get(text.casefold(), text)
-    if temperature := _TEMPERATURE.fullmatch(text):
-        return (_TEMPERATURES[(temperature[1] or temperature[2])[0].casefold()],)
+    temperature = _TEMPERATURE.fullmatch(text)
+    if temperature:
+        scale = temperature[1] or temperature[2]
+        return (_TEMPERATURES[scale[0].casefold()],)
     if _NAMELESS.fullmatch(text):
         return (NOTHING,)
     exact, lowercase = _tables()
     return _parsed(text, lambda name: exact.get(name) or lowercase.get(name.casefold()))
 
 
-def _parsed(text: str, readings_of: Callable[[str], tuple[Unit, ...] | None]) -> tuple[Unit, ...]:
+def _parsed(text: str, find: Callable[[str], tuple[Unit, ...] | None]) -> tuple[Unit, ...]:
+    """Reads a product of units; `find` returns the readings of one name."""
     readings = (NOTHING,)
     position = 0
     sign = 1
-    within = False
-    if leading := re.match(r"(?:/|(?:per|an?|each)\b)\s*", text, re.I):
+    is_in_parentheses = False
+    leading = re.match(r"(?:/|(?:per|an?|each)\b)\s*", text, re.I)
+    if leading:
         # In "$5 per hour" the dollar precedes the number, so the remaining text starts with "per".
         position = leading.end()
         sign = -1
     while True:
+        factor = None
+        known = None
         for end in (len(text), text.find("-", position)):  # kilowatt-hours has its own row, but N-m has not
             factor = _FACTOR.match(text, position, end)
-            if known := factor and readings_of(factor["name"]):
+            if factor:
+                known = find(factor["name"])
+            if known:
                 break
-        else:
+        if not factor or not known:
             return ()
-        power = _BEFORE.get((factor["before"] or factor["after"] or "").strip().casefold(), 1)
+        power_word = factor["before"] or factor["after"] or ""
+        power = _BEFORE.get(power_word.strip().casefold(), 1)
         power *= int(factor["power"] or 1) * sign
-        readings = tuple(_product(product, unit, power) for product in readings for unit in known)
+        readings = tuple(_product(first, second, power) for first, second in itertools.product(readings, known))
         position = factor.end()
-        if within and text[position : position + 1] == ")":
+        if is_in_parentheses and text[position : position + 1] == ")":
             position = position + 1
-            within = False
+            is_in_parentheses = False
             sign = 1
         if position == len(text):
-            return () if within else readings
+            return () if is_in_parentheses else readings
         between = _BETWEEN.match(text, position)
         if not between or not between.group():
             return ()
         position = between.end()
-        sign = -1 if between["over"] else sign
-        if text[position : position + 1] == "(" and not within:
+        if between["over"]:
+            sign = -1
+        if text[position : position + 1] == "(" and not is_in_parentheses:
             position = position + 1
-            within = True
+            is_in_parentheses = True
 
 
 def _product(a: Unit, b: Unit, power: int = 1) -> Unit:
     powers = Counter(dict(a.dimensions))
     powers.update({base: count * power for base, count in b.dimensions})
-    return Unit(a.factor * b.factor**power, tuple(sorted((base, count) for base, count in powers.items() if count)))
+    dimensions = sorted((base, count) for base, count in powers.items() if count)
+    return Unit(a.factor * b.factor**power, tuple(dimensions))

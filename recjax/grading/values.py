@@ -23,22 +23,21 @@ import mpmath
 
 from recjax.grading.syntax import CAPITAL, MARKED, Node, contains, difference, names, walk
 
-# Digits: of the first comparison, of the second one at two points, and of the second one with a constant.
-_DIGITS = 50
-_MORE_DIGITS = 150
-_MANY_DIGITS = 1500
+_DIGITS = 50  # The first comparison has this precision.
+_MORE_DIGITS = 150  # The second comparison, at two points, has this precision.
+_MANY_DIGITS = 1500  # The second comparison has this precision if one side is a constant.
 _APPROXIMATE = 1e-10  # relative error of infinite sums, integrals and limits
 _NO_FACTORS = (0, mpmath.inf, -mpmath.inf)
 _LARGEST_BITS = 25_000
 _MANY_TERMS = 300
 _AGREEMENTS = 4
 _FEW_POINTS = 14
-_MOST_POINTS = 300  # tested until _AGREEMENTS points define both expressions
+_MOST_POINTS = 300  # Points are tested until _AGREEMENTS of them define both expressions.
 _ONE_SIDED = 3  # points at which only the side with bars, or only the side without them, is defined
-_MOST_BORDERS = 8  # whose surroundings are tested
-_MOST_TERMS = 3000  # in a sum or product
+_MOST_BORDERS = 8  # Points lie around this number of borders.
+_MOST_TERMS = 3000  # A sum or product has at most this number of terms.
 _LARGEST = 50_000  # largest integer whose factorial is computed exactly
-_LONGEST_BITS = 5000  # of _MANY_DIGITS
+_LONGEST_BITS = 5000  # _MANY_DIGITS have about this number of bits.
 _PRIME = 2**127 - 1
 # Exceptions of mpmath if a function has no value, or cannot take a matrix.
 _WITHOUT_VALUE = (ArithmeticError, ValueError, TypeError, AttributeError, IndexError, MemoryError)
@@ -65,15 +64,19 @@ _UNORDERED = {r"\cup", r"\cap", r"\wedge", r"\vee", "set", "max", "min", "gcd", 
 def equal(a: Node, b: Node) -> bool:
     """True if two expressions are equal at all tested points at which both are defined."""
     is_complex = contains((a, b), "i", r"\text{i}", "cis") or _have_complex_letters(a, b)
-    modes = (True,) if is_complex else (False, True)
-    return next((answer for mode in modes if (answer := _equal(a, b, mode)) is not None), False)
+    if not is_complex:
+        verdict = _equal(a, b, is_complex=False)
+        if verdict is not None:
+            return verdict
+    return bool(_equal(a, b, is_complex=True))
 
 
 def _have_complex_letters(a: Node, b: Node) -> bool:
     """True if the only unknowns are z and w, with bars or parts as complex numbers have them."""
     unknown = names(a) | names(b)
-    has_parts = contains((a, b), "abs", "re", "im", "arg", *_CONJUGATES.values())
-    return has_parts and bool(unknown) and unknown.issubset({*_CONJUGATES, *_CONJUGATES.values()})
+    if not unknown or not unknown.issubset({*_CONJUGATES, *_CONJUGATES.values()}):
+        return False
+    return contains((a, b), "abs", "re", "im", "arg", *_CONJUGATES.values())
 
 
 def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
@@ -84,41 +87,59 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     only_one_has_bars = contains(a, "abs") is not contains(b, "abs")
     matrices = ordered(a, b)
     if not matrices:
-        # Matrices are transposed names and all capitals; without a transpose, several capitals with an inverse.
-        capitals = {*filter(CAPITAL.match, unknown)}
-        if transposed := [node for node in walk((a, b)) if node.kind == "call" and node.args[0] == "transpose"]:
-            capitals = capitals.union(*map(names, transposed))
-        elif not contains((a, b), "^-1") or capitals != unknown or len(capitals) == 1:
-            capitals = set()
-        matrices = dict.fromkeys(capitals, False)
+        matrices = dict.fromkeys(_unordered_matrices(a, b), False)
     evaluation = _Evaluation({}, is_complex)
     wanted = got = None
     points = _Points(a, b, matrices, is_complex)
+    second_digits = _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS
     for index, point in enumerate(points):
-        for digits in (_DIGITS, _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS)[: 2 if agreed < 2 else 1]:
+        precisions = [_DIGITS]
+        if agreed < 2:
+            precisions.append(second_digits)
+        for digits in precisions:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
                 wanted = evaluation.defined(a)
                 got = evaluation.defined(b)
                 if wanted is None or got is None:
-                    one_sided += wanted is not got
-                    if wanted is not got and contains(b, "cases") and (got is None or contains(a, "cases")):
-                        return False  # a case is missing
+                    if wanted is not got:
+                        one_sided += 1
+                        if contains(b, "cases") and (got is None or contains(a, "cases")):
+                            return False  # A case is missing.
                     break
                 if not evaluation.close(wanted, got, is_final=digits != _DIGITS or evaluation.is_slow):
                     return False
                 if evaluation.is_slow:
                     break
         if only_one_has_bars and not is_complex and one_sided == _ONE_SIDED:
-            return False  # ln x does not equal ln|x|
-        agreed += wanted is not None and got is not None
+            return False  # ln x does not equal ln|x|.
+        if wanted is not None and got is not None:
+            agreed += 1
         if agreed >= _AGREEMENTS and (evaluation.is_slow or index + 1 >= points.least):
             break
         if evaluation.is_slow and index + 1 >= _FEW_POINTS:
             break
-    if agreed >= (_AGREEMENTS if unknown else 1):
+    needed = _AGREEMENTS if unknown else 1
+    if agreed >= needed:
         return True
-    return False if agreed and is_complex else None
+    if agreed and is_complex:
+        return False
+    return None
+
+
+def _unordered_matrices(a: Node, b: Node) -> set[str]:
+    """The unknowns that are matrices although no product shows it.
+
+    These are all capitals and transposed names; without a transpose, several capitals, if one has an inverse.
+    """
+    unknown = names(a) | names(b)
+    capitals = {name for name in unknown if CAPITAL.match(name)}
+    transposed = [node for node in walk((a, b)) if node.kind == "call" and node.args[0] == "transpose"]
+    if transposed:
+        return capitals.union(*map(names, transposed))
+    if contains((a, b), "^-1") and capitals == unknown and len(capitals) != 1:
+        return capitals
+    return set()
 
 
 def ordered(a: Node, b: Node) -> dict[str, bool]:
@@ -128,14 +149,30 @@ def ordered(a: Node, b: Node) -> dict[str, bool]:
     in both orders (AB and BA).
     """
     marked = {name for name in names(a) | names(b) if MARKED.match(name)}
-    crossed = [[node for node in walk(tree) if node.args[0] in ("cross", "dot")] for tree in (a, b)]
-    matrices = set() if len(marked) == 1 and not any(crossed) and not marked & {*UNIT_VECTORS} else marked
-    capitals = names(tuple(sum(crossed, []))) if all(crossed) else set()
-    for tree in (a, b):
-        pairs = {pair for node in walk(tree) if node.kind == "mul" for pair in itertools.pairwise(node.args)}
-        capitals |= names(tuple(pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs))
+    crossed_in_a = [node for node in walk(a) if node.args[0] in ("cross", "dot")]
+    crossed_in_b = [node for node in walk(b) if node.args[0] in ("cross", "dot")]
+    matrices = set(marked)
+    if len(marked) == 1 and not crossed_in_a and not crossed_in_b and marked.isdisjoint(UNIT_VECTORS):
+        matrices = set()
+    factors = _swapped_factors(a) | _swapped_factors(b)
+    if crossed_in_a and crossed_in_b:
+        factors |= names((*crossed_in_a, *crossed_in_b))
+    matrices.update(name for name in factors if CAPITAL.match(name))
     has_vectors = contains((a, b), "cross", "dot", "abs", "norm", *UNIT_VECTORS) and not contains((a, b), "transpose")
-    return {name: name in marked and has_vectors for name in matrices | {*filter(CAPITAL.match, capitals)}}
+    return {name: name in marked and has_vectors for name in matrices}
+
+
+def _swapped_factors(tree: Node) -> set[str]:
+    """The unknowns of factors that an expression multiplies in both orders, as in AB - BA."""
+    pairs = set()
+    for node in walk(tree):
+        if node.kind == "mul":
+            pairs.update(itertools.pairwise(node.args))
+    swapped = set()
+    for first, second in pairs:
+        if first != second and (second, first) in pairs:
+            swapped |= names((first, second))
+    return swapped
 
 
 def ratio(a: Node, b: Node) -> int | None:
@@ -147,10 +184,14 @@ def ratio(a: Node, b: Node) -> int | None:
             evaluation = _Evaluation(point, contains((a, b), "i"))
             over = evaluation.defined(a)
             under = evaluation.defined(b)
-            is_exact = isinstance(over, Fraction) and isinstance(under, Fraction)
-            if over is None or under is None or under == 0 or (not is_exact and (_is_long(over) or _is_long(under))):
+            if over is None or under is None or under == 0:
                 continue
-            quotients.append(over / under if is_exact else floating(over) / floating(under))
+            if isinstance(over, Fraction) and isinstance(under, Fraction):
+                quotients.append(over / under)
+            elif _is_long(over) or _is_long(under):
+                continue
+            else:
+                quotients.append(floating(over) / floating(under))
             if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] in _NO_FACTORS:
                 return None
             if index + 1 >= points.least and len(quotients) >= _AGREEMENTS:
@@ -164,7 +205,9 @@ def is_ending_decimal(node: Node) -> bool:
     """True if a constant is a whole number or an ending decimal."""
     with mpmath.workdps(_DIGITS):
         value = _Evaluation({}, is_complex=False).defined(node)
-    return isinstance(value, Fraction) and pow(10, value.denominator.bit_length(), value.denominator) == 0
+    if not isinstance(value, Fraction):
+        return False
+    return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def decimal(node: Node) -> Fraction | None:
@@ -173,9 +216,9 @@ def decimal(node: Node) -> Fraction | None:
         value = _Evaluation({}, False).defined(node)
         if value is None or isinstance(value, Fraction):
             return value
-        return (
-            Fraction(str(mpmath.nstr(value, 45))) if isinstance(value, mpmath.mpf) and mpmath.isfinite(value) else None
-        )
+        if not isinstance(value, mpmath.mpf) or not mpmath.isfinite(value):
+            return None
+        return Fraction(str(mpmath.nstr(value, 45)))
 
 
 # --- Points.
@@ -186,7 +229,7 @@ class _Points:
 
     The first points are positive, of both signs, small and large, fractions and whole numbers. If the expressions have
     borders, the next points lie around and beyond these borders. The last points are for expressions that most points
-    leave undefined: `least` points are enough for others.
+    leave undefined: `least` points are enough for all other expressions.
     """
 
     def __init__(self, a: Node, b: Node, matrices: Mapping[str, bool], is_complex: bool):
@@ -196,16 +239,22 @@ class _Points:
         self.matrices = matrices
         self.counting = set().union(*map(_counted, nodes))
         self.positive = set()
-        self.complex = {*_CONJUGATES} if is_complex and _have_complex_letters(a, b) else set()
+        self.complex = set()
+        if is_complex and _have_complex_letters(a, b):
+            self.complex = set(_CONJUGATES)
         if contains((a, b), "sum", "product", "factorial", "factorial2", "binomial", "gcd", "lcm"):
-            self.positive |= self.counting  # a sum without terms is 0, but its closed form may differ
+            self.positive |= self.counting  # A sum without terms is 0, but its closed form may differ.
         self.least = _FEW_POINTS if self.unknown else 1
         self.most = _MOST_POINTS if self.unknown else 1
-        borders = [border for node in nodes for border in _borders(node) if names(border) & {*self.unknown}]
+        borders = []
+        for node in nodes:
+            borders.extend(border for border in _borders(node) if not names(border).isdisjoint(self.unknown))
         if not borders:
             return
         has_steps = contains((a, b), "floor", "ceil", r"\bmod", "cases")
-        self.around = {name: _around_borders(name, borders, name in self.counting, has_steps) for name in self.unknown}
+        self.around = {}
+        for name in self.unknown:
+            self.around[name] = _around_borders(name, borders, name in self.counting, has_steps)
         self.least += max(map(len, self.around.values())) * min(2, len(self.unknown))
         if len(self.unknown) > 1 and not matrices and not is_complex:
             self._find_positive()
@@ -233,7 +282,7 @@ class _Points:
                 if is_defined or evaluation.is_slow:
                     positive.remove(name)
                     break
-        if not {"x", "y", "z"} & {*self.unknown} and not contains(self.trees, "abs", "sign", "max", "min"):
+        if not {"x", "y", "z"}.intersection(self.unknown) and not contains(self.trees, "abs", "sign", "max", "min"):
             positive |= {name for name in self.unknown if name.partition("_")[0] in _POSITIVE}
         self.positive |= positive
 
@@ -241,9 +290,16 @@ class _Points:
         counts = name in self.counting
         draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
         if name in self.matrices:
-            rows = UNIT_VECTORS.get(name) or [[draw.randrange(-9, 10) for _ in range(3)] for _ in range(3)]
-            matrix = mpmath.matrix(rows)
-            return matrix - matrix.T if self.matrices[name] else matrix
+            if name in UNIT_VECTORS:
+                matrix = mpmath.matrix(UNIT_VECTORS[name])
+            else:
+                matrix = mpmath.matrix(3, 3)
+                for row, column in itertools.product(range(3), range(3)):
+                    matrix[row, column] = draw.randrange(-9, 10)
+            is_vector = self.matrices[name]
+            if is_vector:
+                return matrix - matrix.T
+            return matrix
         if index < _FEW_POINTS:
             value = _first_value(name, index, counts)
         elif index < self.least:
@@ -251,31 +307,41 @@ class _Points:
             value = values[(index - _FEW_POINTS) % len(values)]
         elif counts:
             value = Fraction(draw.randrange(1, 50))
-        else:  # unknowns of one point have different magnitudes
+        else:  # The unknowns of one point have different magnitudes.
             value = Fraction(2 * draw.randrange(1, 512) + 1, draw.choice((64, 1024, 4096, 32768, -512)))
         if name in self.positive:
-            return abs(value) if value != 0 else Fraction(1)
+            if value == 0:
+                return Fraction(1)
+            return abs(value)
         return value
 
 
 def _borders(node: Node) -> list[Node]:
-    """The expressions whose sign, or whose whole part, decides how a node is computed."""
-    name = node.args[0]
-    if node.kind == "pow" and not (node.args[1].kind == "number" and node.args[1].args[0].denominator == 1):
-        return [name]
+    """The expressions whose sign, or whose integer part, decides how a node is computed."""
+    if node.kind == "pow":
+        base, power = node.args
+        is_whole = power.kind == "number" and power.args[0].denominator == 1
+        return [] if is_whole else [base]
     if node.kind == "cases":
-        sides = [condition.args[1] for _, condition in node.args if condition.kind == "relation"]
-        return [difference(*pair) for each in sides for pair in itertools.pairwise(each)]
+        differences = []
+        for _, condition in node.args:
+            if condition.kind == "relation":
+                _, sides = condition.args
+                differences.extend(difference(*pair) for pair in itertools.pairwise(sides))
+        return differences
     if node.kind != "call":
         return []
-    differences = [difference(*pair) for pair in itertools.combinations(node.args[1:5], 2)]
+    name, *arguments = node.args
+    if name not in ("max", "min") and name not in _BORDERED:
+        return []
+    differences = [difference(*pair) for pair in itertools.combinations(arguments[:4], 2)]
     if name in ("max", "min"):
         return differences
-    return [*node.args[1:], *differences] if name in _BORDERED else []
+    return arguments + differences
 
 
 def _counted(node: Node) -> set[str]:
-    """The unknowns that a node makes whole numbers: n in n! and in the floor of n/2, but not x in the floor of x."""
+    """The unknowns that a node makes integers: n in n! and in the floor of n/2, but not x in the floor of x."""
     if node.kind in ("sum", "product"):
         return names(node.args[1:3])
     if node.kind == "pow" and node.args[0].kind == "number" and node.args[0].args[0] < 0:
@@ -289,7 +355,8 @@ def _counted(node: Node) -> set[str]:
             value = _Evaluation(point, is_complex=False).defined(node.args[1])
             if isinstance(value, Fraction | mpmath.mpf):
                 parts.add(mpmath.nstr(floating(value) % 1, 10))
-        return names(node) if len(parts) > 1 else set()
+        if len(parts) < 2:
+            return set()
     return names(node)
 
 
@@ -301,42 +368,52 @@ def _around_borders(name: str, borders: list[Node], counts: bool, has_steps: boo
     zeros = []
     for border in borders:
         if names(border) == {name}:
-            low, high = (_Evaluation({name: Fraction(each)}, False).defined(border) for each in (0, 1))
-            if isinstance(low, Fraction) and isinstance(high, Fraction) and low != high:
-                zeros.append(low / (low - high))
+            at_0 = _Evaluation({name: Fraction(0)}, False).defined(border)
+            at_1 = _Evaluation({name: Fraction(1)}, False).defined(border)
+            if isinstance(at_0, Fraction) and isinstance(at_1, Fraction) and at_0 != at_1:
+                zeros.append(at_0 / (at_0 - at_1))
     numbers = {abs(node.args[0]) for node in walk(tuple(borders)) if node.kind == "number"}
     constants = sorted(numbers, reverse=True)
-    edges = list(dict.fromkeys(zeros + constants + [-each for each in constants]))[:_MOST_BORDERS]
+    edges = zeros + constants + [-constant for constant in constants]
+    edges = list(dict.fromkeys(edges))[:_MOST_BORDERS]
     largest = 1 + max(map(abs, edges), default=Fraction(0))
     draw = random.Random(name)
     odd = [Fraction(2 * draw.randrange(512) + 1, 1024) for _ in range(16)]
-    values = [sign * largest * (1 + 16 * each) for sign in (1, -1) for each in odd[:3]]
+    beyond = [largest * (1 + 16 * distance) for distance in odd[:3]]
+    values = _with_negatives(beyond)
     if counts:
-        values = [Fraction(round(each)) for each in values]
-        values += [Fraction(each) for each in range(-5, 25)]
-        multiples = [times * math.floor(each) for each in edges for times in (1, 2, 3)]
-        values += [Fraction(each + more) for each in multiples for more in (-1, 0, 1)]
+        values = [Fraction(round(value)) for value in values]
+        values += map(Fraction, range(-5, 25))
+        for edge, times in itertools.product(edges, (1, 2, 3)):
+            multiple = times * math.floor(edge)
+            values += [Fraction(multiple - 1), Fraction(multiple), Fraction(multiple + 1)]
     else:
-        values += [sign * 4 * each for sign in (1, -1) for each in odd[3:8]]
-        values += [zero + sign * each for zero in edges for sign in (1, -1) for each in (odd[8], odd[9] / 128)]
+        values += _with_negatives([4 * distance for distance in odd[3:8]])
+        for edge in edges:
+            values += [edge + distance for distance in _with_negatives([odd[8], odd[9] / 128])]
         if has_steps:
             values += edges
-            values += [Fraction(each) for each in range(-4, 5)]
+            values += map(Fraction, range(-4, 5))
     draw.shuffle(values)
     return values
 
 
+def _with_negatives(values: list[Fraction]) -> list[Fraction]:
+    return values + [-value for value in values]
+
+
 def _first_value(name: str, index: int, counts: bool) -> Fraction:
-    """A value of a kind that depends on the index: positive, of both signs, small, large or whole."""
+    """A value of a kind that depends on the index: positive, of both signs, small, large, or an integer."""
     draw = random.Random(zlib.crc32(f"{name} {index}".encode()))
     if counts:
         return Fraction(1 + random.Random(name).sample(range(_FEW_POINTS), _FEW_POINTS)[index])
-    odd = 2 * draw.randrange(1, 512) + 1  # over an even denominator: as an exponent, not an odd root
+    odd = 2 * draw.randrange(1, 512) + 1  # With an even denominator, the value is no odd root as an exponent.
     sign = draw.choice((-1, 1))
-    kinds = [Fraction(odd, 256), Fraction(odd, 1024), Fraction(sign * odd, 1024), Fraction(odd, 32)]
-    whole = [draw.randrange(1, most) for most in (12, 12, 7, 5)]
-    whole += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
-    return [*kinds, *kinds, *map(Fraction, whole)][index]
+    fractions = [Fraction(odd, 256), Fraction(odd, 1024), Fraction(sign * odd, 1024), Fraction(odd, 32)]
+    integers = [draw.randrange(1, most) for most in (12, 12, 7, 5)]
+    integers += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
+    values = fractions + fractions + integers
+    return Fraction(values[index])
 
 
 # --- Functions.
@@ -344,10 +421,6 @@ def _first_value(name: str, index: int, counts: bool) -> Fraction:
 
 class Undefined(ArithmeticError):
     """An expression has no value at a point, or its value is too large to compute."""
-
-
-def undefined(*values: Any) -> Any:
-    raise Undefined
 
 
 class _Long(NamedTuple):
@@ -358,8 +431,9 @@ class _Long(NamedTuple):
 
 
 def _residue(value: "Fraction | _Long") -> int:
-    is_long = isinstance(value, _Long)
-    return value.residue if is_long else value.numerator * pow(value.denominator, -1, _PRIME) % _PRIME
+    if isinstance(value, _Long):
+        return value.residue
+    return value.numerator * pow(value.denominator, -1, _PRIME) % _PRIME
 
 
 def floating(value: Any) -> Any:
@@ -368,17 +442,23 @@ def floating(value: Any) -> Any:
     Raises:
         Undefined: the number has more digits than the most precise comparison; sums to infinity round all numbers.
     """
-    return undefined() if _is_long(value) and mpmath.mp.dps >= _DIGITS else _rounded(value)
+    if _is_long(value) and mpmath.mp.dps >= _DIGITS:
+        raise Undefined
+    return _rounded(value)
 
 
 def _is_long(value: Any) -> bool:
-    return isinstance(value, _Long) or (isinstance(value, Fraction) and _bits(value) > _LONGEST_BITS)
+    if isinstance(value, Fraction):
+        return _bits(value) > _LONGEST_BITS
+    return isinstance(value, _Long)
 
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, Fraction):
         return _leading(value.numerator) / _leading(value.denominator)
-    return value.rounded if isinstance(value, _Long) else value
+    if isinstance(value, _Long):
+        return value.rounded
+    return value
 
 
 def _leading(value: int) -> Any:
@@ -388,20 +468,35 @@ def _leading(value: int) -> Any:
 
 
 def _whole(value: Fraction) -> int:
-    return int(value) if value.denominator == 1 else undefined()
+    if value.denominator != 1:
+        raise Undefined
+    return int(value)
 
 
 def _factorial(value: Any) -> Any:
     if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _LARGEST:
         return Fraction(math.factorial(int(value)))
-    return mpmath.factorial(floating(value)) if abs(value) < _LARGEST else undefined()
+    if not abs(value) < _LARGEST:  # The value is too large, or is not a number.
+        raise Undefined
+    return mpmath.factorial(floating(value))
+
+
+def _double_factorial(value: Any) -> Fraction:
+    if not 0 <= value <= _MOST_TERMS:
+        raise Undefined
+    return Fraction(math.prod(range(_whole(value), 0, -2)))
 
 
 def _binomial(n: Any, k: Any) -> Any:
-    if all(isinstance(each, Fraction) and each.denominator == 1 and each >= 0 for each in (n, k)):
-        is_short = max(0, min(k, n - k)) * _bits(n) < 8 * _LARGEST
-        return Fraction(math.comb(int(n), int(k))) if is_short else undefined()
+    if _is_natural(n) and _is_natural(k):
+        if max(0, min(k, n - k)) * _bits(n) >= 8 * _LARGEST:
+            raise Undefined
+        return Fraction(math.comb(int(n), int(k)))
     return mpmath.binomial(floating(n), floating(k))
+
+
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, Fraction) and value.denominator == 1 and value >= 0
 
 
 def _dot(a: Any, b: Any) -> Any:
@@ -409,13 +504,35 @@ def _dot(a: Any, b: Any) -> Any:
 
 
 def _magnitude(value: Any) -> Any:
-    return mpmath.sqrt(_dot(value, value)) if isinstance(value, mpmath.matrix) else abs(value)
+    if isinstance(value, mpmath.matrix):
+        return mpmath.sqrt(_dot(value, value))
+    return abs(value)
+
+
+def _norm(value: Any) -> Any:
+    if not isinstance(value, mpmath.matrix):
+        raise Undefined
+    return _magnitude(value)
+
+
+def _cross(a: Any, b: Any) -> Any:
+    if isinstance(a, mpmath.matrix):
+        return a * b - b * a
+    return a * b
+
+
+def _exponential(value: Any) -> Any:
+    if not abs(value) < 10**12:  # The value is too large, or is not a number.
+        raise Undefined
+    return mpmath.exp(value)
 
 
 def _logarithm(value: Any, base: Any = None) -> Any:
     if value == 0 or base == 0:
         raise Undefined
-    return mpmath.log(value) if base is None else mpmath.log(value) / mpmath.log(base)
+    if base is None:
+        return mpmath.log(value)
+    return mpmath.log(value) / mpmath.log(base)
 
 
 _CIRCULAR = "sin cos tan sec csc cot".split()
@@ -424,7 +541,7 @@ _HYPERBOLIC = "sinh cosh tanh sech csch coth".split()
 _EXACT: dict[str, Callable] = {
     "factorial": _factorial,
     "binomial": _binomial,
-    "factorial2": lambda n: Fraction(math.prod(range(_whole(n), 0, -2))) if 0 <= n <= _MOST_TERMS else undefined(),
+    "factorial2": _double_factorial,
     "abs": _magnitude,
     "^-1": lambda value: value**-1,
     r"\bmod": lambda value, modulus: value - modulus * (value / modulus).__floor__(),
@@ -449,9 +566,9 @@ FUNCTIONS: dict[str, Callable] = {
     "ln": _logarithm,
     "log_": _logarithm,
     "dot": _dot,
-    "cross": lambda a, b: a * b - b * a if isinstance(a, mpmath.matrix) else a * b,
-    "norm": lambda value: _magnitude(value) if isinstance(value, mpmath.matrix) else undefined(),
-    "exp": lambda value: mpmath.exp(value) if abs(value) < 10**12 else undefined(),
+    "cross": _cross,
+    "norm": _norm,
+    "exp": _exponential,
     "cis": lambda value: mpmath.cos(value) + mpmath.mpc(0, 1) * mpmath.sin(value),
 }
 
@@ -460,12 +577,14 @@ FUNCTIONS: dict[str, Callable] = {
 
 
 def _exactly(operation: Callable) -> Callable:
-    """An operation on two values: exact on fractions, or modulo a prime if exact results are too long to be fast."""
+    """Makes an operation exact on two fractions, and modulo a prime once the exact fractions become long."""
 
     def apply(a: Any, b: Any) -> Any:
         if isinstance(a, Fraction) and isinstance(b, Fraction):
             value = operation(a, b)
-            return value if _bits(value) < _LARGEST_BITS else _Long(_rounded(value), _residue(value))
+            if _bits(value) < _LARGEST_BITS:
+                return value
+            return _Long(_rounded(value), _residue(value))
         if isinstance(a, Fraction | _Long) and isinstance(b, Fraction | _Long):
             return _Long(operation(_rounded(a), _rounded(b)), operation(_residue(a), _residue(b)) % _PRIME)
         return operation(floating(a), floating(b))
@@ -495,10 +614,15 @@ class _Evaluation:
         if isinstance(a, Fraction) and isinstance(b, Fraction) and not self.approximate:
             return a == b
         if _is_long(a) or _is_long(b):
-            return all(isinstance(each, Fraction | _Long) for each in (a, b)) and _residue(a) == _residue(b)
+            if not isinstance(a, Fraction | _Long) or not isinstance(b, Fraction | _Long):
+                return False
+            return _residue(a) == _residue(b)
+        if isinstance(a, mpmath.matrix) and isinstance(b, mpmath.matrix):
+            if (a.rows, a.cols) != (b.rows, b.cols):
+                return False
+            return all(self.close(x, y, is_final) for x, y in zip(a, b, strict=True))
         if isinstance(a, mpmath.matrix) or isinstance(b, mpmath.matrix):
-            shapes = [(each.rows, each.cols) if isinstance(each, mpmath.matrix) else None for each in (a, b)]
-            return shapes[0] == shapes[1] and all(self.close(x, y, is_final) for x, y in zip(a, b, strict=True))
+            return False
         a = floating(a)
         b = floating(b)
         if a == b or mpmath.isinf(a) or mpmath.isinf(b):
@@ -520,7 +644,9 @@ class _Evaluation:
             value = self.value(node)
         except _WITHOUT_VALUE:
             return None
-        return None if isinstance(value, mpmath.mpf | mpmath.mpc) and mpmath.isnan(value) else value
+        if isinstance(value, mpmath.mpf | mpmath.mpc) and mpmath.isnan(value):
+            return None
+        return value
 
     def value(self, node: Node) -> Any:
         """A node's value.
@@ -536,7 +662,9 @@ class _Evaluation:
                 return self.point[name]
             if name == "i" and self.is_complex:
                 return mpmath.mpc(0, 1)
-            return +_CONSTANTS[name]() if name in _CONSTANTS else undefined()
+            if name not in _CONSTANTS:
+                raise Undefined
+            return +_CONSTANTS[name]()
         if node.kind == "mul":
             return functools.reduce(_multiplied, map(self.value, node.args))
         if node.kind == "add":
@@ -544,43 +672,56 @@ class _Evaluation:
         if node.kind == "pow":
             return self._pow(*map(self.value, node.args))
         if node.kind == "matrix":
-            return mpmath.matrix([[floating(self.value(each)) for each in row] for row in node.args])
+            rows = []
+            for row in node.args:
+                rows.append([floating(self.value(entry)) for entry in row])
+            return mpmath.matrix(rows)
         if node.kind == "cases":
-            return self._of_cases(node.args)
+            return self._case_value(node.args)
         if node.kind == "relation":
             return self._opaque(node.args[0], [self.value(side) for side in node.args[1]])
         if node.kind == "call":
-            name = node.args[0]
-            values = [self.value(each) for each in node.args[1:]]
-            if name == "transpose" and isinstance(values[0], mpmath.matrix):
-                return values[0].T
-            if name not in FUNCTIONS:
-                return self._opaque(name, values)
-            if name in _EXACT and all(isinstance(value, Fraction) for value in values):
-                return _EXACT[name](*values)
-            values = [*map(floating, values)]
-            if name in _CIRCULAR and abs(values[0]) > mpmath.mpf(10) ** 30:
-                raise Undefined("too large for its digits")
-            with mpmath.workdps(mpmath.mp.dps + 35 * (name in _CIRCULAR)):
-                value = FUNCTIONS[name](*values)
-            value = +value if name in _CIRCULAR else value
-            return undefined() if isinstance(value, mpmath.mpc) and not self.is_complex else value
+            name, *arguments = node.args
+            return self._call(name, [self.value(argument) for argument in arguments])
         return self._over(node.kind, *node.args)
 
-    def _of_cases(self, cases: tuple[tuple[Node, Node], ...]) -> Any:
+    def _call(self, name: str, values: list[Any]) -> Any:
+        """The value of a function, which is unknown if FUNCTIONS has no such name."""
+        if name == "transpose" and isinstance(values[0], mpmath.matrix):
+            return values[0].T
+        if name not in FUNCTIONS:
+            return self._opaque(name, values)
+        if name in _EXACT and all(isinstance(value, Fraction) for value in values):
+            return _EXACT[name](*values)
+        values = [floating(value) for value in values]
+        more_digits = 0
+        if name in _CIRCULAR:
+            if abs(values[0]) > mpmath.mpf(10) ** 30:
+                raise Undefined("too large for its digits")
+            more_digits = 35
+        with mpmath.workdps(mpmath.mp.dps + more_digits):
+            value = FUNCTIONS[name](*values)
+        if name in _CIRCULAR:
+            value = +value  # Unary plus rounds to the current precision.
+        if isinstance(value, mpmath.mpc) and not self.is_complex:
+            raise Undefined
+        return value
+
+    def _case_value(self, cases: tuple[tuple[Node, Node], ...]) -> Any:
         """The value of the case that holds; undefined if none holds, or if several hold and differ."""
-        held = []
+        values = []
         for case, condition in cases:
-            is_held = not held  # otherwise
             if condition.kind == "relation":
                 operators, sides = condition.args
                 pairs = itertools.pairwise(map(self.value, sides))
-                is_held = all(_COMPARISONS[mark](*pair) for mark, pair in zip(operators, pairs, strict=True))
-            if is_held:
-                held.append(self.value(case))
-        if not held or not all(self.close(held[0], each, is_final=True) for each in held):
+                holds = all(_COMPARISONS[mark](*pair) for mark, pair in zip(operators, pairs, strict=True))
+            else:  # The last case is for all other points.
+                holds = not values
+            if holds:
+                values.append(self.value(case))
+        if not values or not all(self.close(values[0], value, is_final=True) for value in values):
             raise Undefined
-        return held[0]
+        return values[0]
 
     def _add(self, *terms: Any) -> Any:
         if len({isinstance(term, mpmath.matrix) for term in terms}) > 1:
@@ -588,25 +729,29 @@ class _Evaluation:
         total = functools.reduce(_added, terms)
         if not isinstance(total, Fraction | _Long | mpmath.matrix):
             sizes = [abs(floating(term)) for term in terms]
-            self.largest = max([self.largest, *(size for size in sizes if mpmath.isfinite(size))])
+            for size in sizes:
+                if mpmath.isfinite(size):
+                    self.largest = max(self.largest, size)
         return total
 
     def _pow(self, base: Any, power: Any) -> Any:
         if isinstance(base, mpmath.matrix):
-            return base ** int(power) if power == int(power) and abs(power) < 20 else undefined()
+            if power != int(power) or abs(power) >= 20:
+                raise Undefined
+            return base ** int(power)
         if base == 0 and not power.real > 0:
             raise Undefined
         rounded = _rounded(base)
-        size = abs(power) * (abs(mpmath.mag(rounded)) + 1) if base != 0 else 0
-        if size > 10**12:
+        if base != 0 and abs(power) * (abs(mpmath.mag(rounded)) + 1) > 10**12:
             if self.approximate and power * mpmath.log(abs(rounded)) < 0:
                 return mpmath.mpf(0)
             raise Undefined("too large")
         if isinstance(power, Fraction) and power.denominator == 1:
-            is_short = isinstance(base, Fraction) and abs(power) * _bits(base) < _LARGEST_BITS
-            if isinstance(base, Fraction | _Long) and not is_short:
+            if isinstance(base, Fraction) and abs(power) * _bits(base) < _LARGEST_BITS:
+                return base**power.numerator
+            if isinstance(base, Fraction | _Long):
                 return _Long(mpmath.power(rounded, power.numerator), pow(_residue(base), power.numerator, _PRIME))
-            return base**power.numerator if is_short else mpmath.power(base, power.numerator)
+            return mpmath.power(base, power.numerator)
         if base.real < 0 and not self.is_complex:
             if not isinstance(power, Fraction) or power.denominator % 2 == 0:
                 raise Undefined
@@ -615,28 +760,30 @@ class _Evaluation:
 
     def _opaque(self, name: Any, values: list[Any]) -> Fraction:
         """A pseudo-random number that stands for an unknown function's value; equal for equal arguments."""
-        texts = [
-            str(value) if isinstance(value, Fraction) and _bits(value) > 80 else str(mpmath.nstr(floating(value), 25))
-            for value in values
-        ]
-        draw = random.Random(zlib.crc32(f"{name} {sorted(texts) if name in _UNORDERED else texts}".encode()))
+        texts = []
+        for value in values:
+            if isinstance(value, Fraction) and _bits(value) > 80:
+                texts.append(str(value))
+            else:
+                texts.append(str(mpmath.nstr(floating(value), 25)))
+        if name in _UNORDERED:
+            texts.sort()
+        draw = random.Random(zlib.crc32(f"{name} {texts}".encode()))
         return Fraction(draw.randrange(10**20, 2 * 10**20), 10**20)
 
     def _over(self, kind: str, name: str, lower: Node, upper: Node | None, body: Node) -> Any:
         """A sum, product, integral or limit over a variable."""
         low = self.value(lower)
-        high = None if upper is None else self.value(upper)
-        # Unknown functions, or names with the variable as index, such as a_k.
-        has_unknowns = any(
-            name in node.args[0].partition("_")[2] if node.kind == "name" else node.args[0] not in FUNCTIONS
-            for node in walk(body)
-            if node.kind in ("name", "call")
-        )
+        high = None
+        if upper is not None:
+            high = self.value(upper)
+        has_unknowns = any(_depends_on_unknown(name, node) for node in walk(body))
         before = self.point.get(name)
         try:
             if has_unknowns:
                 self.point[name] = Fraction(random.Random(name).randrange(10**9), 10**9)
-                return self._opaque((kind, name), [low, 0 if high is None else high, self.value(body)])
+                upper_value = 0 if high is None else high
+                return self._opaque((kind, name), [low, upper_value, self.value(body)])
 
             def inside(value: Any) -> Any:
                 self.point[name] = value
@@ -649,6 +796,7 @@ class _Evaluation:
                 self.point[name] = before
 
     def _computed(self, kind: str, inside: Callable[[Any], Any], low: Any, high: Any) -> Any:
+        """A finite sum or product exactly; numerically, one with infinitely many terms, an integral or a limit."""
         if kind in ("sum", "product") and isinstance(low, Fraction) and isinstance(high, Fraction):
             if low.denominator != 1 or high.denominator != 1 or high < low - 1:
                 raise Undefined
@@ -656,25 +804,46 @@ class _Evaluation:
             if self.terms > _MOST_TERMS:
                 raise Undefined("too many terms")
             total: Any = Fraction(kind == "product")
-            for each in range(int(low), int(high) + 1):
-                total = (self._add if kind == "sum" else _multiplied)(total, inside(Fraction(each)))
+            for index in range(int(low), int(high) + 1):
+                term = inside(Fraction(index))
+                if kind == "sum":
+                    total = self._add(total, term)
+                else:
+                    total = _multiplied(total, term)
             return total
         self.approximate = True
         with mpmath.workdps(20):
 
             def at(value: Any) -> Any:
-                return floating(inside(Fraction(int(value)) if kind in ("sum", "product") else value))
+                if kind in ("sum", "product"):
+                    value = Fraction(int(value))
+                return floating(inside(value))
 
             low = floating(low)
-            high = None if high is None else floating(high)
+            if high is not None:
+                high = floating(high)
             if kind == "integral":
                 result, error = mpmath.quad(at, [low, high], error=True)
                 if error > _APPROXIMATE * abs(result) and mpmath.isfinite(low) and mpmath.isfinite(high):
-                    result, error = mpmath.quad(at, mpmath.linspace(low, high, 13), error=True)  # such as |x-1|
-                return result if error <= _APPROXIMATE * abs(result) else undefined()
+                    # An integrand such as |x-1| needs several parts.
+                    result, error = mpmath.quad(at, mpmath.linspace(low, high, 13), error=True)
+                if not error <= _APPROXIMATE * abs(result):
+                    raise Undefined
+                return result
             if kind == "limit":
                 return mpmath.limit(at, low)
-            return (mpmath.nsum if kind == "sum" else mpmath.nprod)(at, [low, high])
+            if kind == "sum":
+                return mpmath.nsum(at, [low, high])
+            return mpmath.nprod(at, [low, high])
+
+
+def _depends_on_unknown(variable: str, node: Node) -> bool:
+    """True for unknown functions, and for names with the variable as index, such as a_k."""
+    if node.kind == "call":
+        return node.args[0] not in FUNCTIONS
+    if node.kind == "name":
+        return variable in node.args[0].partition("_")[2]
+    return False
 
 
 def _bits(value: Fraction) -> int:

@@ -11,8 +11,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 # Okabe and Ito's palette, which color-blind readers can distinguish.
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 GREY = "#777777"
-NOTHING = 1e-6  # differences of shares, ages and nats up to this are rounding errors
-NEAR_1 = 1e-3  # a ratio or sample size nearer to 1 looks like 1
+NOTHING = 1e-6  # Smaller differences of shares, ages and nats are rounding errors.
+NEAR_1 = 1e-3  # A ratio or sample size nearer to 1 looks like 1.
 LABELS = {
     "reward": "reward of\nthe train batch",
     "accuracy": "accuracy of\nthe train batch (share)",
@@ -34,12 +34,12 @@ LABELS = {
 def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure; width and height in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, fontsize="large", parse_math=False)  # a dollar sign in a name would start mathematics
+    figure.suptitle(title, fontsize="large", parse_math=False)  # A dollar sign would start mathematics.
     return figure
 
 
 def add_legend(owner: Axes | Figure, *entries: list, **options) -> Legend:
-    """A legend of a panel or a figure, readable on top of curves; arguments are those of matplotlib."""
+    """Adds a legend, readable on top of curves, to a panel or a figure; it takes matplotlib's arguments."""
     size = "small" if isinstance(owner, Axes) else "medium"
     legend = owner.legend(*entries, fontsize=size, edgecolor="none", framealpha=0.8, **options)
     for text in legend.get_texts():
@@ -48,15 +48,21 @@ def add_legend(owner: Axes | Figure, *entries: list, **options) -> Legend:
 
 
 def few_ticks(axis: Axis, most: int = 8, whole: bool = True) -> None:
-    """Ticks at round numbers, `most` intervals between them; `whole`: at whole numbers only."""
-    axis.set_major_locator(MaxNLocator(most, integer=whole, steps=None if whole else [1, 2, 2.5, 5, 10]))
+    """Sets ticks at round numbers with at most `most` intervals; with `whole`, only at whole numbers."""
+    steps = None if whole else [1, 2, 2.5, 5, 10]
+    axis.set_major_locator(MaxNLocator(most, integer=whole, steps=steps))
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Few ticks, as plain decimals, for a logarithmic axis of any span."""
+    """Sets few ticks, as plain decimals, for a logarithmic axis of any span."""
     low, high = axis.get_view_interval()
-    decades = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6)
-    axis.set_major_locator(MaxNLocator(4) if high < 5 * low else decades)
+    if high < 5 * low:
+        locator = MaxNLocator(4)
+    elif high < 100 * low:
+        locator = LogLocator(subs=(1, 2, 5), numticks=6)
+    else:
+        locator = LogLocator(subs=(1,), numticks=6)
+    axis.set_major_locator(locator)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
@@ -76,7 +82,7 @@ def words_near_1(axes: Axes, low: float, high: float, name: str) -> bool:
 
 
 def finish(figure: Figure) -> Figure:
-    """The figure with the package's grid and frame in every panel."""
+    """Adds the package's grid and frame to every panel."""
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)

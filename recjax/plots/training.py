@@ -36,8 +36,8 @@ class Panel(NamedTuple):
 
     name: the y label.
     lines: options of matplotlib for the line of each metric.
-    limits: ends of the y axis; None follows the values.
-    dull: the panel is left out if all values are this, up to rounding; None: if it has no values.
+    limits: ends of the y axis; an end that is None follows the values.
+    dull: the panel is skipped if all values equal this number, up to rounding; None: only if it has no values.
     """
 
     name: str
@@ -74,19 +74,18 @@ _TRAINING = (
 def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] | None = None) -> None:
     """Draws reward, accuracy, ratio, sample size, clipping, staleness, divergence and entropy over steps, as a PNG.
 
-    Panels without content are left out; a line below the other panels says why. Rewards that are equal to the
+    Panels without content are skipped; a line below the drawn panels says why. Rewards that are equal to the
     accuracies have no panel of their own.
 
     Args:
         rows: metrics of each step.
-        signs: steps that a dotted line marks in all panels, by the words that the title has for them.
+        signs: steps that a dotted line marks in all panels, by their words in the title.
     """
     signs = signs or {}
     panels = list(_TRAINING)
-    pairs = [("reward", "accuracy"), ("evaluation/reward", "evaluation/accuracy")]
-    # A reward without an accuracy counts as different.
-    known = [(row.get(reward, math.inf), row.get(accuracy, math.inf)) for row in rows for reward, accuracy in pairs]
-    if not any(abs(reward - accuracy) > NOTHING for reward, accuracy in known):
+    if not any(_differ(row, "reward", "accuracy") for row in rows) and not any(
+        _differ(row, "evaluation/reward", "evaluation/accuracy") for row in rows
+    ):
         panels[:2] = [_ACCURACY._replace(name="accuracy = reward\n(share)")]
     drawn, note = _with_content(panels, rows)
     marked = [f"from step {step} (dotted line): {words}" for words, step in signs.items()]
@@ -101,23 +100,24 @@ def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] |
 def draw_experience(rows: Rows, title: str, path: Path) -> None:
     """Draws age and sources of experience, left-out groups, ratio and effective sample size, as a PNG.
 
-    Panels without content are left out; a line below the other panels says why.
+    Panels without content are skipped; a line below the drawn panels says why.
 
     Args:
         rows: metrics of each step.
     """
-    batches = [row for row in rows if row.get("source_rows")]  # of several updates, only the first has it
+    batches = [row for row in rows if row.get("source_rows")]  # Only a batch's first update has this key.
     counts = pd.DataFrame([row["source_rows"] for row in batches]).fillna(0).sort_index(axis=1)
     ages = Counter()
     for row in rows:
         ages.update({int(age): count for age, count in row.get("staleness_rows", {}).items()})
     totals = pd.DataFrame(rows).filter(like=LEFT_OUT).max()
-    # The same groups, counted in completions and tokens, would hide the others.
+    # Completion and token counts of the same groups would hide the group counts.
     totals = totals[~totals.index.str.endswith(("_tokens", "signal_completions"))]
-    lines = {
-        name: {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
-        for name, color in zip(totals[totals > 0].index if totals.any() else totals.index, COLORS, strict=False)
-    }
+    if totals.any():
+        totals = totals[totals > 0]
+    lines = {}
+    for name, color in zip(totals.index, COLORS, strict=False):
+        lines[name] = {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
     left_out = Panel("left out so far\n(groups, rows)", lines, (0, None), 0)
     drawn, note = _with_content([left_out, _RATIO, _SIZE], rows)
     figure, grid = _grid(len(drawn) + (len(ages) > 1) + (len(counts.columns) > 1), title)
@@ -135,27 +135,41 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     _save_with_note(figure, note, path)
 
 
+def _differ(row: Mapping[str, Any], reward: str, accuracy: str) -> bool:
+    """True if a step's reward and accuracy differ, or if it has only one of them."""
+    if reward not in row and accuracy not in row:
+        return False
+    # A number that is missing counts as infinite.
+    return abs(row.get(reward, math.inf) - row.get(accuracy, math.inf)) > NOTHING
+
+
 def _with_content(panels: Sequence[Panel], rows: Rows) -> tuple[list[Panel], list[str]]:
-    """Selects the panels with content; lines of words name the other panels."""
+    """Selects the panels with content, and names the skipped panels in lines of words."""
     drawn = []
-    others = {"unknown": [], "0 in all steps": [], "1 in all steps": []}
+    skipped = {"unknown": [], "0 in all steps": [], "1 in all steps": []}
     for panel in panels:
-        values = [row[name] for row in rows for name in panel.lines if math.isfinite(row.get(name, math.nan))]
+        values = []
+        for row in rows:
+            known = [row[name] for name in panel.lines if name in row]
+            values.extend(value for value in known if math.isfinite(value))
+        title = panel.name.partition("\n")[0]
         tolerance = NEAR_1 if panel.dull else NOTHING
-        if any(panel.dull is None or abs(value - panel.dull) > tolerance for value in values):
+        if not values:
+            skipped["unknown"].append(title)
+        elif panel.dull is None or any(abs(value - panel.dull) > tolerance for value in values):
             drawn.append(panel)
         else:
-            reason = f"{panel.dull} in all steps" if values else "unknown"
-            others[reason].append(panel.name.partition("\n")[0])
-    return drawn, [f"{reason}: {', '.join(names)}" for reason, names in others.items() if names]
+            skipped[f"{panel.dull} in all steps"].append(title)
+    return drawn, [f"{reason}: {', '.join(names)}" for reason, names in skipped.items() if names]
 
 
 def _grid(count: int, title: str) -> tuple[Figure, Iterator[Axes]]:
-    """A figure with this many panels, in two columns."""
+    """A figure with `count` panels, in two columns."""
     columns = 1 if count < 2 else 2
-    height = max(1, -(-count // columns))
+    height = max(1, math.ceil(count / columns))
     figure = new_figure(4.2 * columns, 0.8 + 2.2 * height, title)
-    return figure, (figure.add_subplot(height, columns, number) for number in range(1, count + 1))
+    panels = (figure.add_subplot(height, columns, number) for number in range(1, count + 1))
+    return figure, panels
 
 
 def _save_with_note(figure: Figure, note: Sequence[str], path: Path) -> None:
@@ -167,7 +181,7 @@ def _save_with_note(figure: Figure, note: Sequence[str], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
-    """Lines are means over a fiftieth of the steps, with bands from the lowest to the highest value."""
+    """Draws means over a fiftieth of the steps, with bands from the lowest to the highest value."""
     if panel is _RATIO:
         _draw_band(axes, [row for row in rows if "ratio/q01" in row and "ratio/q99" in row])
     for name, options in panel.lines.items():
@@ -175,10 +189,14 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
         if not known:
             continue
         steps = _series(known, "step")
-        around = pd.Series(_series(known, name), dtype=float).rolling(max(1, len(known) // 50), 1, center=True)
-        look: dict[str, Any] = {"color": BLUE, "lw": 1.2, "marker": "o" if len(known) == 1 else ""} | options
-        axes.fill_between(steps, around.min(), around.max(), color=look["color"], alpha=0.2, lw=0)
-        axes.plot(steps, around.mean(), **look)
+        values = pd.Series(_series(known, name), dtype=float)
+        window = values.rolling(max(1, len(known) // 50), 1, center=True)
+        style: dict[str, Any] = {"color": BLUE, "lw": 1.2, "marker": ""}
+        if len(known) == 1:
+            style["marker"] = "o"
+        style |= options
+        axes.fill_between(steps, window.min(), window.max(), color=style["color"], alpha=0.2, lw=0)
+        axes.plot(steps, window.mean(), **style)
     last = max(1, rows[-1]["step"])
     axes.set(ylabel=panel.name, xlim=(-0.03 * last, 1.03 * last), ylim=panel.limits)
     few_ticks(axes.xaxis)
@@ -187,13 +205,14 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
 
 
 def _draw_sources(axes: Axes, steps: Sequence[float], counts: pd.DataFrame) -> None:
-    """The share of each source in each batch, as wide as the steps up to the next batch."""
+    """Draws each source's share of each batch, as wide as the steps up to the next batch."""
     shares = counts.div(counts.sum(axis=1), axis=0).to_numpy()
-    width = steps[-1] - steps[-2] if len(steps) > 1 else 1
+    width = 1
+    if len(steps) > 1:
+        width = steps[-1] - steps[-2]
     edges = np.array([*steps, steps[-1] + width]) - 0.5
-    axes.stackplot(
-        edges, np.vstack([shares, shares[-1]]).T, labels=list(map(str, counts)), colors=COLORS, step="post", lw=0
-    )
+    heights = np.vstack([shares, shares[-1]]).T
+    axes.stackplot(edges, heights, labels=list(map(str, counts)), colors=COLORS, step="post", lw=0)
     axes.set(
         xlabel="optimizer step",
         ylabel="rows of the batch\n(share)",
@@ -209,11 +228,11 @@ def _series(rows: Rows, name: str) -> list[float]:
 
 
 def _draw_band(axes: Axes, rows: Rows) -> None:
-    """The 1st to 99th percentile of the ratio; only in words where it is 1."""
-    low = _series(rows, "ratio/q01")
-    high = _series(rows, "ratio/q99")
+    """Draws the 1st to 99th percentile of the ratio; writes it in words if it is near 1 in all steps."""
     if not rows:
         return
+    low = _series(rows, "ratio/q01")
+    high = _series(rows, "ratio/q99")
     if words_near_1(axes, min(low), max(high), "1st to 99th percentile:\n"):
         return
     band = {"color": ORANGE, "alpha": 0.35, "lw": 0, "label": "1st to 99th percentile"}
@@ -223,8 +242,8 @@ def _draw_band(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_ages(axes: Axes, counts: Counter) -> None:
-    """Staleness of the rows of all batches."""
-    width = -(-(max(counts) - min(counts) + 1) // 40)  # optimizer steps per bar
+    """Draws the staleness of all batches' rows."""
+    width = math.ceil((max(counts) - min(counts) + 1) / 40)  # A bar covers `width` optimizer steps.
     shares: Any = Counter()
     for age, count in counts.items():
         shares[age // width * width] += count / counts.total()

@@ -86,28 +86,40 @@ class _Form(NamedTuple):
 
 
 def _form(reward: Reward) -> _Form:
-    """The call that the function's parameters ask for; a parameter with the name of a list never gets another list."""
+    """The call that the function's parameters ask for; a parameter with a list's name gets only that list."""
     try:
         parameters = inspect.signature(reward.function).parameters.values()
-    except (TypeError, ValueError):  # some functions of C
+    except (TypeError, ValueError):  # Some functions of C have no signature.
         return _Form(list(LISTS[:3]), {}, False)
-    ordered = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+    ordered = []
+    named = {}
+    options = set()
+    takes_rest = False
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            ordered.append(parameter.name)
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            named[parameter.name] = parameter
+        if parameter.default is not parameter.empty and parameter.default is not None:
+            options.add(parameter.name)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_rest = True
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         ordered += LISTS[len(ordered) :]
-    options = {each.name for each in parameters if each.default is not each.empty and each.default is not None}
     names = {*LISTS, *(reward.columns or ()), reward.answer}
-    # The names that a position does not take; a fourth parameter such as threshold=0.5 keeps its default.
+    # Each position has the names that it does not take: parameters with these names get their list by name.
     names_elsewhere = [
         names - {"prompts"},
         names - {"completions"},
         names - {"answers", reward.answer},
-        names | options,
+        # A parameter such as threshold=0.5 keeps its default.
+        (names | options) - {"columns"},
     ]
-    names_elsewhere[3].discard("columns")
-    pairs = itertools.takewhile(lambda pair: pair[0] not in pair[1], zip(ordered, names_elsewhere, strict=False))
-    by_position = [name for name, _ in pairs]
-    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    by_position = []
+    for name, other_names in zip(ordered, names_elsewhere, strict=False):
+        if name in other_names:
+            break
+        by_position.append(name)
     is_trl = takes_rest and by_position[:1] == ["prompts"] and by_position[2:3] != ["answers"]
     if "completions" in named and (is_trl or len(by_position) < 3):
         by_position = []
@@ -119,12 +131,12 @@ def needs_answers(reward: Reward) -> bool:
     """True if the reward cannot grade a problem without an answer."""
     if reward.per_row or reward.reads_chats:
         return reward.per_row
-    forms = [_form(single) for single in reward.functions.values()]
-    # `check_signature` refuses fewer lists by position.
-    return any(
-        len(form.by_position) > 2 or any(form.by_name.get(str(name)) for name in ("answers", reward.answer))
-        for form in forms
-    )
+    for single in reward.functions.values():
+        form = _form(single)
+        # `check_signature` refuses fewer lists by position.
+        if len(form.by_position) > 2 or form.by_name.get("answers") or form.by_name.get(str(reward.answer)):
+            return True
+    return False
 
 
 def with_columns(reward: Reward, *splits: Sequence["Problem"]) -> Reward:
@@ -141,16 +153,22 @@ def with_columns(reward: Reward, *splits: Sequence["Problem"]) -> Reward:
         for single in _knowing_columns(reward, problems).functions.values():
             check_signature(single)
             named = _form(single).by_name
-            cells = (problem.columns.get(name) for problem in problems for name in named)
-            for cell in cells:
+            for problem, name in itertools.product(problems, named):
+                cell = problem.columns.get(name)
                 if isinstance(cell, dict) and cell.keys() == {UNREADABLE}:
                     raise UserError(problem=cell[UNREADABLE], remedy=f"task.reward = {reward.name!r} reads this column")
-    return _knowing_columns(reward, [*itertools.chain(*splits)])
+    return _knowing_columns(reward, list(itertools.chain(*splits)))
 
 
 def _knowing_columns(reward: Reward, rows: Sequence["Problem | Answered"]) -> Reward:
-    columns = tuple(dict.fromkeys(name for row in rows for name in row.columns))
-    return reward._replace(columns=columns, answer=reward.answer if any(row.answer for row in rows) else None)
+    """The reward with the columns of the rows, and without an answer column if no row has an answer."""
+    columns = {}
+    for row in rows:
+        columns |= dict.fromkeys(row.columns)
+    answer = None
+    if any(row.answer for row in rows):
+        answer = reward.answer
+    return reward._replace(columns=tuple(columns), answer=answer)
 
 
 def check_signature(reward: Reward, rows: str = "no problem has") -> None:
@@ -171,7 +189,10 @@ def check_signature(reward: Reward, rows: str = "no problem has") -> None:
         )
     elif missing:
         assert reward.columns is not None
-        known = ["prompts", "completions", *(["answers", reward.answer] if reward.answer else []), *reward.columns]
+        known = ["prompts", "completions"]
+        if reward.answer:
+            known += ["answers", reward.answer]
+        known += reward.columns
         problem = (
             f", but {rows} a column {missing[0]!r}; it can take {', '.join(dict.fromkeys(known))}: rename the"
             " parameter, give it a default, or add the column to the problems"
@@ -206,12 +227,16 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
         UserError: the function raised, would end the program, or returned the wrong number of values or an invalid
             value. The message names the function and the completion.
     """
+    if reward.columns is None:
+        reward = _knowing_columns(reward, rows)
     parts = {}
-    for name, single in (reward if reward.columns is not None else _knowing_columns(reward, rows)).functions.items():
-        result = _result(single, rows)
-        returned = result if isinstance(result, Mapping) else {name: result}
+    for name, single in reward.functions.items():
+        returned = _result(single, rows)
+        if not isinstance(returned, Mapping):
+            returned = {name: returned}
         check_part_names(returned, f"reward function {reward.name}")
-        if twice := parts.keys() & returned.keys():
+        twice = parts.keys() & returned.keys()
+        if twice:
             raise UserError(
                 f"reward functions {reward.name}", f"two return the part {min(twice)!r}", "rename it in one"
             )
@@ -224,17 +249,19 @@ def _result(reward: Reward, rows: Sequence[Answered]) -> Any:
     lists, named = _arguments(reward, rows)
     passed = named.get("completions", ())
     _notes_raises()
-    noted = _Noted({id(completion) for completion in (*passed, *(row.completion for row in rows))})
+    completions = [row.completion for row in rows]
+    noted = _Noted(set(map(id, [*passed, *completions])))
     token = _noted.set(noted)
     try:
         return _call(reward, lists, named)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than the batch
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # The last two would end more than the batch.
         is_own = str(getattr(reward.function, "__module__", "")).startswith("recjax.tasks.")
         if is_own and not isinstance(error, UserError):
             raise
         row_index = _graded_row(error, rows, passed, noted)
-        first = f"in a batch of {len(rows)} completions, of which the first is "
-        where = "while it graded " if row_index is not None else first
+        where = "while it graded "
+        if row_index is None:
+            where = f"in a batch of {len(rows)} completions, of which the first is "
         raise UserError(
             problem=(
                 f"reward function {reward.name} failed with {described(error)}\n"
@@ -260,17 +287,22 @@ class _Noted:
     held: set[int] = dataclasses.field(default_factory=set)
 
 
-_noted: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar("noted", default=None)  # also in the event loop
+_noted: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar(
+    "noted", default=None
+)  # The event loop has it too.
 
 
-@functools.cache  # once in a process, because changing the events changes all code that Python has compiled
+@functools.cache  # A second change of the events would change all compiled code again.
 def _notes_raises() -> None:
     """Makes Python note variables when a function raises, from Python 3.12 on.
 
     There, a comprehension is no frame of its own, and the function has lost its variables when the error arrives here.
     """
     monitoring: Any = getattr(sys, "monitoring", None)
-    free = [number for number in (4, 3) if monitoring and monitoring.get_tool(number) is None]  # the others have names
+    if not monitoring:
+        return
+    # Python reserves the tool numbers 0, 1, 2 and 5 for debuggers, profilers and the like.
+    free = [number for number in (4, 3) if monitoring.get_tool(number) is None]
     if free:
         monitoring.use_tool_id(free[0], "recjax")
         monitoring.register_callback(free[0], monitoring.events.RAISE, _note_variables)
@@ -307,15 +339,16 @@ def _graded_row(
     Args:
         passed_completions: the completions as the function got them, if they are not the texts.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    held_by_frame = [{id(value) for value in frame.f_locals.values()} for frame in reversed(frames)]
+    if not passed_completions:
+        passed_completions = [row.completion for row in rows]
     if noted.error is error:
         held_by_frame = [noted.held]
+    else:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        held_by_frame = [set(map(id, frame.f_locals.values())) for frame in reversed(frames)]
     for held in held_by_frame:
         hits = []
-        for index, (row, passed) in enumerate(
-            zip(rows, passed_completions or [row.completion for row in rows], strict=True)
-        ):
+        for index, (row, passed) in enumerate(zip(rows, passed_completions, strict=True)):
             if id(row.completion) in held or id(passed) in held:
                 # Short texts may be one object in several rows.
                 hits.append(((id(row.answer) in held) + (id(row.prompt) in held), -index))
@@ -387,7 +420,7 @@ def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answere
     name = f"reward function {reward.name}" + ("" if part_name in (SCORE, reward.name) else f", part {part_name!r},")
     try:
         values = list(values)
-        if any(isinstance(value, str | bytes) for value in values):  # a text of digits would be a list of rewards
+        if any(isinstance(value, str | bytes) for value in values):  # A text of digits would be a list of rewards.
             raise TypeError("a text is no number")
         numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError, OverflowError) as error:

@@ -62,29 +62,38 @@ class Grading:
         """Starts no processes; `__enter__` does."""
         self._config = config
         self.reward = reward
-        self._rewards = reward.of if isinstance(reward, MixedReward) else {"": reward}
+        self._rewards = reward.rewards if isinstance(reward, MixedReward) else {"": reward}
         self._thread: DaemonThreads | None = None
         self._workers: Workers | None = None
-        self._without_verdict: set[str] = set()  # names of tasks
-        self._names: dict[str, list[str]] = {}  # names of the parts in the first result of a user's function, by reward
+        self._without_verdict: set[str] = set()  # These tasks have no verdict.
+        self._names: dict[str, list[str]] = {}  # Each reward has the part names of its function's first result.
 
     @property
     def failures(self) -> tuple[str, ...]:
         """The FAILURES that completions of this reward can have."""
-        in_workers = self.reward.per_row or self.reward.remote
-        may_refuse = isinstance(self.reward, MixedReward) or not self.reward.per_row  # a function of the user
-        return (FAILURES[1:NO_REWARD] if in_workers else ()) + (FAILURES[NO_REWARD:] if may_refuse else ())
+        failures = []
+        if self.reward.per_row or self.reward.remote:
+            failures += FAILURES[1:NO_REWARD]
+        if isinstance(self.reward, MixedReward) or not self.reward.per_row:  # A user's function may refuse to grade.
+            failures += FAILURES[NO_REWARD:]
+        return tuple(failures)
 
     def __enter__(self) -> "Grading":
         """Starts the worker processes, if the reward needs any."""
         limits = self._config.grading
         remote = self.reward.remote
-        graders = [GRADERS[reward.name] for reward in self._rewards.values() if reward.per_row]
-        modules = {module for each in graders for module in (each.grade.partition(":")[0], each.package) if module}
-        modules |= {remote_parts.__module__} if remote else set()
+        modules = set()
+        for reward in self._rewards.values():
+            if reward.per_row:
+                grader = GRADERS[reward.name]
+                modules.add(grader.grade.partition(":")[0])
+                if grader.package:
+                    modules.add(grader.package)
+        if remote:
+            modules.add(remote_parts.__module__)
         if modules:
             self._workers = Workers(limits.workers, limits.seconds, *sorted(modules), held=remote)
-            self._workers.call(str)  # starts the imports
+            self._workers.call(str)  # This first call starts the imports.
         self._thread = DaemonThreads(1, "grading")
         return self
 
@@ -115,7 +124,8 @@ class Grading:
                 )
             task_rows = [rows[index] for index in indices]
             task_scores.append(self._scored(self._rewards[task], task_rows, task))
-            if clash := task_scores[-1].parts.keys() & self._rewards.keys():
+            clash = task_scores[-1].parts.keys() & self._rewards.keys()
+            if clash:
                 raise UserError(
                     f"task.mixture.{task}",
                     f"its reward has a part {min(clash)!r}, and a task has the same name, so that both would be"
@@ -123,31 +133,40 @@ class Grading:
                     "rename the task",
                 )
         back = np.argsort(order)
+        rewards = np.concatenate([scores.rewards for scores in task_scores])[back]
+        accurate = np.concatenate([scores.accurate for scores in task_scores])[back]
+        failures = np.concatenate([scores.failures for scores in task_scores])[back]
         missing_parts = [np.full(len(scores.rewards), np.nan, np.float32) for scores in task_scores]
+        names = {}
+        for scores in task_scores:
+            names |= dict.fromkeys(scores.parts)
         parts = {}
-        for name in dict.fromkeys(name for scores in task_scores for name in scores.parts):
+        for name in names:
             pairs = zip(task_scores, missing_parts, strict=True)
             parts[name] = np.concatenate([scores.parts.get(name, missing) for scores, missing in pairs])[back]
-        columns = zip(*((scores.rewards, scores.accurate, scores.failures) for scores in task_scores), strict=True)
-        rewards, accurate, failures = (np.concatenate(column)[back] for column in columns)
         return Scores(rewards, parts, accurate, failures)
 
     def _scored(self, reward: Reward, rows: Sequence[Answered], task_name: str) -> Scores:
         task = self._config.task.of(task_name)
         lengths = np.array([row.length for row in rows])
-        parts, failures = self._graded(reward, rows) if reward.per_row else self._custom(reward, rows)
+        if reward.per_row:
+            parts, failures = self._graded(reward, rows)
+        else:
+            parts, failures = self._custom(reward, rows)
         longest = self._config.rollout.max_completion_tokens
         overlong = self._config.task.overlong_tokens
         parts[LENGTH] = lengths / longest
         if overlong is not None:
             parts[OVERLONG] = overlong_penalty(lengths, longest, overlong)
         weights = reward.weights
-        if task.reward or not self._config.task.agent:  # otherwise weights may belong to rewards that agents return
+        if task.reward or not self._config.task.agent:  # Otherwise weights may belong to rewards that agents return.
             check_parts(reward.name, [name for name in reward.weights if name not in (TURNS, ROWS)], parts)
         rewards = sum(weights.get(name, 1.0) * np.nan_to_num(values) for name, values in parts.items())
-        rewards = np.where(failures > 0, np.where(failures == NO_REWARD, np.nan, 0.0), rewards)
-        if (bad := (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)).any():
-            row = int(np.argmax(bad))
+        rewards = np.where(failures > 0, 0.0, rewards)
+        rewards = np.where(failures == NO_REWARD, np.nan, rewards)
+        is_invalid = (failures == 0) & ~(np.abs(rewards) <= MOST_REWARD)
+        if is_invalid.any():
+            row = int(np.argmax(is_invalid))
             raise UserError(
                 f"reward {reward.name}",
                 f"the sum of its parts, each times its weight, is {rewards[row]} for completion"
@@ -156,9 +175,9 @@ class Grading:
             )
         accurate = np.zeros(len(rows), np.float32)
         is_graded = failures == 0
-        if is_graded.any():  # otherwise the names of the parts may not be known
+        if is_graded.any():  # Otherwise the names of the parts may not be known.
             graded = {name: values[is_graded] for name, values in parts.items()}
-            if self._config.task.agent and not task.reward:  # the verdict may be a part that agents return
+            if self._config.task.agent and not task.reward:  # The verdict may be a part that agents return.
                 right = is_accurate(graded, None, task.success, task.verdict)
             else:
                 right = verdict_of(f"the reward {reward.name}", graded, task, self._config.verdict_reader(task_name))
@@ -175,9 +194,11 @@ class Grading:
         """Parts of each row from a user's function, and each row's failure."""
         failures = np.zeros(len(rows), np.int32)
         parts = {}
-        for indices, values in (
-            self._remote(reward, rows) if reward.remote else [(slice(None), custom_parts(reward, rows))]
-        ):
+        if reward.remote:
+            outcomes = self._remote(reward, rows)
+        else:
+            outcomes = [(slice(None), custom_parts(reward, rows))]
+        for indices, values in outcomes:
             if isinstance(values, str):
                 failures[indices] = FAILURES.index(values)
                 continue
@@ -192,12 +213,18 @@ class Grading:
                 )
             for name, numbers in values.items():
                 parts.setdefault(name, np.zeros(len(rows)))[indices] = numbers
-        if not parts:  # all calls failed
-            names = self._names.get(reward.name) or {*reward.weights} - {*SHAPING} or [SCORE]
+        if not parts:  # All calls failed.
+            names = self._names.get(reward.name)
+            if not names:
+                names = [name for name in reward.weights if name not in SHAPING]
+            if not names:
+                names = [SCORE]
             parts = {name: np.zeros(len(rows)) for name in names}
         # A part without weight is a measurement, and makes no reward.
-        weighted = [values for name, values in parts.items() if reward.weights.get(name, 1.0)]
-        failures[np.isnan(weighted or [*parts.values()]).all(0)] = NO_REWARD
+        counted = [values for name, values in parts.items() if reward.weights.get(name, 1.0)]
+        if not counted:
+            counted = list(parts.values())
+        failures[np.isnan(counted).all(0)] = NO_REWARD
         return parts, failures
 
     def _remote(self, reward: Reward, rows: Sequence[Answered]) -> list[tuple[list[int], dict[str, list[float]] | str]]:
@@ -206,14 +233,15 @@ class Grading:
         assert self._workers is not None
         workers = self._workers
         outcomes: list[tuple[list[int], dict[str, list[float]] | str]] = []
-        settings = reward._replace(function=None, remote=None)  # the workers hold the function
+        settings = reward._replace(function=None, remote=None)  # The workers hold the function.
 
         def started(indices: list[int]) -> tuple[list[int], Future]:
             copies = [rows[index]._replace(columns=dict(rows[index].columns)) for index in indices]
             return indices, workers.call(remote_parts, settings, copies, seconds=limits.seconds * len(indices))
 
         short = [index for index, row in enumerate(rows) if len(row.completion) <= limits.max_characters]
-        outcomes.append((sorted({*range(len(rows))} - {*short}), "too_long"))
+        long = [index for index, row in enumerate(rows) if len(row.completion) > limits.max_characters]
+        outcomes.append((long, "too_long"))
         calls = [started(list(group)) for _, group in itertools.groupby(short, lambda index: rows[index].prompt)]
         for indices, call in calls:
             try:
@@ -244,10 +272,14 @@ class Grading:
         openings = openings or [""] * len(completions)
         reward = self._rewards[task]
         if not reward.per_row:
-            replies = zip(openings, completions, strict=True)
-            # A completion that ends inside its thoughts has no answer.
-            texts = [(reply, after_thoughts(reply)) for reply in itertools.starmap(whole_reply, replies)]
-            return [None if reply.strip() and not text.strip() else text.strip() for reply, text in texts]
+            answers = []
+            for opening, completion in zip(openings, completions, strict=True):
+                reply = whole_reply(opening, completion)
+                answer = after_thoughts(reply).strip()
+                if reply.strip() and not answer:  # A completion that ends inside its thoughts has no answer.
+                    answer = None
+                answers.append(answer)
+            return answers
         rows = [(text,) for text in completions]
         return [answer for _, answer in self._called(GRADERS[reward.name].parse, rows, openings)]
 
@@ -257,10 +289,11 @@ class Grading:
         openings = [opening_tag(row.prompt) if row.opening is None else row.opening for row in rows]
         arguments = [(row.completion, row.answer, dict(row.columns)) for row in rows]
         outcomes = self._called(grader.grade, arguments, openings)
-        parts = {
-            name: np.array([0.0 if values is None else values[name] for _, values in outcomes])
-            for name in grader.weights
-        }
+        failed = dict.fromkeys(grader.weights, 0.0)
+        grades = [values or failed for _, values in outcomes]
+        parts = {}
+        for name in grader.weights:
+            parts[name] = np.array([values[name] for values in grades])
         return parts, np.array([FAILURES.index(failure) for failure, _ in outcomes], np.int32)
 
     def _called(self, function: str, rows: Sequence[tuple], openings: Sequence[str]) -> list[tuple[str, Any]]:
@@ -271,16 +304,19 @@ class Grading:
         """
         limit = self._config.grading.max_characters
         assert self._workers is not None
-        calls = [
-            self._workers.call(grade_row, function, whole_reply(opening, row[0]), *row[1:])
-            if len(row[0]) <= limit
-            else None
-            for row, opening in zip(rows, openings, strict=True)
-        ]
+        calls = []
+        for (completion, *arguments), opening in zip(rows, openings, strict=True):
+            call = None
+            if len(completion) <= limit:
+                call = self._workers.call(grade_row, function, whole_reply(opening, completion), *arguments)
+            calls.append(call)
         outcomes = []
         for call in calls:
+            if call is None:
+                outcomes.append(("too_long", None))
+                continue
             try:
-                outcomes.append(("too_long", None) if call is None else (FAILURES[0], call.result()))
+                outcomes.append((FAILURES[0], call.result()))
             except CallFailed as error:
                 outcomes.append((error.reason, None))
         return outcomes

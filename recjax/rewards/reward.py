@@ -3,7 +3,6 @@
 import ast
 import functools
 import inspect
-import itertools
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from recjax.grading.graders import GRADERS
 from recjax.runtime.files import digest
 
 MODEL = "model:"  # beginning of task.reward that names a reward model's folder
-_REWARD_MODEL = "recjax.rewards.reward_model:RewardModel"  # by name, as it imports JAX
+_REWARD_MODEL = "recjax.rewards.reward_model:RewardModel"  # The module imports JAX, so it is not imported here.
 # Largest size of a reward or a part. Advantages and their squares are float32, which ends at 3e38.
 MOST_REWARD = 1e9
 
@@ -31,14 +30,17 @@ logger = logging.getLogger(__name__)
 class Reward(NamedTuple):
     """The reward of completions: a sum of named parts, each times its weight.
 
-    `name` is the value of `task.reward`, and `function` the function that it names, or the functions of a list. A
-    `per_row` function is one of recjax.grading.graders and grades one row in a worker process; any other function
-    takes a batch, see recjax.rewards.custom. A part without an entry in `weights` has weight 1. An `async`
-    function has `seconds` for a batch (None: no limit). A call that fails is retried `retries` times. A function that a
-    program passed to recjax.run and that is not `async` runs in worker processes, which get only the function from the
-    pickled bytes `remote`; all other fields arrive with each call. `answer` is the data's column of answers, for
-    functions that take columns by name; None: the problems have no answers. `columns` are the names of all other
-    columns; None: they are taken from the graded rows.
+    name: value of `task.reward`.
+    function: the function that `name` names, or the functions of a list.
+    per_row: True for a function of recjax.grading.graders, which grades one row in a worker process; all other
+        functions take a batch, see recjax.rewards.custom.
+    weights: weights by part; a part without an entry has weight 1.
+    seconds: time limit of an `async` function for a batch; None: no limit.
+    retries: number of times that an `async` function is called again after it failed.
+    remote: pickled function that a program passed to recjax.run and that is not `async`. Worker processes get only
+        this function once; all other fields arrive with each call.
+    answer: the data's answer column, for functions that take columns by name; None: the problems have no answers.
+    columns: names of all other columns; None: those of the graded rows.
     """
 
     name: str
@@ -56,7 +58,8 @@ class Reward(NamedTuple):
         """The reward as rewards of one function each, by the part that a plain number of the function is."""
         if not isinstance(self.function, tuple):
             return {SCORE: self}
-        return {name: self._replace(name=name, function=each) for name, each in _by_name(self.function).items()}
+        named = _by_name(self.function)
+        return {name: self._replace(name=name, function=function) for name, function in named.items()}
 
     @property
     def reads_chats(self) -> bool:
@@ -67,13 +70,13 @@ class Reward(NamedTuple):
 class MixedReward(NamedTuple):
     """The rewards of a mixture's tasks, by name. Their parts have no common weights."""
 
-    of: Mapping[str, Reward]
+    rewards: Mapping[str, Reward]
     weights: Mapping[str, float] = MappingProxyType({})
 
     @property
     def per_row(self) -> bool:
         """True if worker processes compute any of the rewards."""
-        return any(reward.per_row for reward in self.of.values())
+        return any(reward.per_row for reward in self.rewards.values())
 
     @property
     def remote(self) -> None:
@@ -109,15 +112,16 @@ def load_reward(
                 value=name,
             )
         name = name.removeprefix(PYTHON).partition("#")[0]
-        function = tuple(function) if isinstance(function, Sequence) else function
+        if isinstance(function, Sequence):
+            function = tuple(function)
         reward = Reward(name, function, False, part_weights(weights, default_weights))
         if inspect.iscoroutinefunction(function):
             return reward
-        import cloudpickle  # only programs that pass functions need it
+        import cloudpickle  # Only programs that pass functions need it.
 
         try:
             return reward._replace(remote=cloudpickle.dumps(function))
-        except Exception as error:  # the values that the function reads raise errors of any kind
+        except Exception as error:  # The values that the function reads raise errors of any kind.
             raise UserError(
                 f"reward function {name}",
                 f"cannot be sent to the grading workers ({type(error).__name__}: {error})",
@@ -138,11 +142,14 @@ def load_reward(
 def _by_name(functions: Sequence[Callable]) -> dict[str, Callable]:
     """Functions by their names, with a number after a name that an earlier one has."""
     named = {}
-    for each in functions:
-        name = getattr(each, "__name__", type(each).__name__).strip("<>")
-        if name in named:
-            name = next(free for count in itertools.count(2) if (free := f"{name}_{count}") not in named)
-        named[name] = each
+    for function in functions:
+        first_name = getattr(function, "__name__", type(function).__name__).strip("<>")
+        name = first_name
+        count = 1
+        while name in named:
+            count += 1
+            name = f"{first_name}_{count}"
+        named[name] = function
     return named
 
 
@@ -152,12 +159,13 @@ def named_weights(functions: Any, weights: Sequence[float]) -> dict[str, float]:
     Raises:
         UserError: there is another number of functions.
     """
-    count = len(functions) if isinstance(functions, Sequence) else 1
-    if count != len(weights):
+    names = [SCORE]
+    if isinstance(functions, Sequence):
+        names = list(_by_name(functions))
+    if len(names) != len(weights):
         raise UserError(
-            "task.reward_weights", "takes a weight for each reward function", f"there are {count}", value=weights
+            "task.reward_weights", "takes a weight for each reward function", f"there are {len(names)}", value=weights
         )
-    names = _by_name(functions) if isinstance(functions, Sequence) else [SCORE]
     return dict(zip(names, weights, strict=True))
 
 
@@ -193,16 +201,19 @@ def passed_name(function: Any) -> str:
         return name
     if inspect.isfunction(function):
         codes = [code]
-        for each in codes:  # comprehensions and inner functions follow
-            codes += filter(inspect.iscode, each.co_consts)
-        names = {name for each in codes for name in each.co_names} & function.__globals__.keys()
-        outside = {key: function.__globals__[key] for key in names} | dict(inspect.getclosurevars(function).nonlocals)
-    source = [
-        ast.unparse(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        and code.co_firstlineno in {first.lineno for first in (node, *getattr(node, "decorator_list", ()))}
-    ]
+        names = set()
+        for inner in codes:  # The list grows by the code of comprehensions and inner functions.
+            codes += filter(inspect.iscode, inner.co_consts)
+            names.update(inner.co_names)
+        outside = {key: value for key, value in function.__globals__.items() if key in names}
+        outside |= inspect.getclosurevars(function).nonlocals
+    source = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            first_lines = [node.lineno]
+            first_lines += [decorator.lineno for decorator in getattr(node, "decorator_list", ())]
+            if code.co_firstlineno in first_lines:
+                source.append(ast.unparse(node))
     values = sorted((key, value) for key, value in outside.items() if isinstance(value, int | float | str | None))
     return f"{name}#{digest(repr((source, values)).encode())[:16]}"
 
@@ -256,7 +267,8 @@ def is_accurate(
         verdict: `task.verdict` of the completion's task.
     """
     returned = [name for name in parts if name not in SHAPING]
-    named = [name for name in ([verdict] if verdict else ["accuracy", SCORE]) if name in parts]
+    candidates = [verdict] if verdict else ["accuracy", SCORE]
+    named = [name for name in candidates if name in parts]
     is_graded_here = len(returned) < len(parts)
     if "accuracy" in named:
         return parts["accuracy"] >= 1
@@ -272,8 +284,10 @@ def is_accurate(
         score = np.nansum(values, axis=0)
     else:
         return None
-    right = np.float32(score) >= np.float32(success)  # training has rewards in float32: 0.9 is at least 0.9 there
-    return np.asarray(right) if np.ndim(right) else bool(right)
+    right = np.float32(score) >= np.float32(success)  # Training has rewards in float32: 0.9 is at least 0.9 there.
+    if np.ndim(right):
+        return np.asarray(right)
+    return bool(right)
 
 
 @functools.cache

@@ -60,9 +60,13 @@ class RewardModel:
         """Scores of the completions; `answers` are not read."""
         chats = []
         for prompt, text in zip(prompts, completions, strict=True):
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            if isinstance(prompt, str):
+                messages = [{"role": "user", "content": prompt}]
+            else:
+                messages = prompt
             chats.append([*messages, {"role": "assistant", "content": text}])
-        if is_chat := self._tokenizer.chat_template is not None or not all(isinstance(each, str) for each in prompts):
+        is_chat = self._tokenizer.chat_template is not None or not all(isinstance(prompt, str) for prompt in prompts)
+        if is_chat:
             texts = render_chats(self._tokenizer, chats, asks=False)
         else:
             texts = [str(prompt) + text for prompt, text in zip(prompts, completions, strict=True)]
@@ -89,8 +93,10 @@ class RewardModel:
                 for row, index in enumerate(chosen):
                     ids = np.array(encoded[index], np.int32)
                     tokens[row, : len(ids)] = ids
-                    # transformers reads the score at the last token that is no padding, also if the text ends in one.
-                    mask[row, : np.max(np.flatnonzero(ids != self._pad), initial=0) + 1] = True
+                    # transformers takes the score at the last non-padding token, even where the text itself ends with
+                    # the padding token.
+                    last = np.max(np.flatnonzero(ids != self._pad), initial=0)
+                    mask[row, : last + 1] = True
                 batch_scores = _scores(*self._loaded, tokens, mask)
                 scores[chosen] = jax.device_get(batch_scores)[: len(chosen)]
         return scores.tolist()

@@ -233,7 +233,7 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
 def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
     """A digest of everything that determines the pass rates."""
     if isinstance(reward, MixedReward):
-        rewards = list(reward.of.values())
+        rewards = list(reward.rewards.values())
     else:
         rewards = [reward]
     functions = []

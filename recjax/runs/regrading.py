@@ -49,7 +49,7 @@ def known_problems(setup: Setup) -> Known:
         reward = setup.grading.reward
         if isinstance(reward, MixedReward):
             # Grading refuses an unknown task.
-            reward = reward.of.get(str(group.completions[0].metadata.get("task")))
+            reward = reward.rewards.get(str(group.completions[0].metadata.get("task")))
         if reward is None:
             continue
         if group.answer is None and needs_answers(reward):

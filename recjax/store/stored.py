@@ -192,7 +192,7 @@ def warn_of_other_weights(groups: Sequence[Group], task: TaskConfig, reward: Rew
         grade = completion.known_grade
         parts = grade.reward_parts or {}
         name = completion.metadata.get("task")
-        task_reward = reward.of.get(str(name)) if isinstance(reward, MixedReward) else reward
+        task_reward = reward.rewards.get(str(name)) if isinstance(reward, MixedReward) else reward
         # Other programs' parts need not be complete, and failed completions have a reward of their own.
         if task_reward is None or LENGTH not in parts or grade.failure not in (None, "none"):
             continue

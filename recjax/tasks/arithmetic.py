@@ -32,12 +32,13 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
     except ValueError as error:
         raise UserError(problem=f"task.arithmetic.template = {config.template!r} {remedy} ({error})") from error
     # A width such as {a:>999999999} would make a huge prompt; {a.real} and {a!r} equal {a}.
-    operations = {symbol for kind in config.problems for symbol in _OPERATIONS if f" {symbol} " in kind}
+    kinds_text = "\n".join(config.problems)
+    operations = [symbol for symbol in _OPERATIONS if f" {symbol} " in kinds_text]
     names = ("a", "b") if len(operations) == 1 else ("a", "op", "b")
     if fields | {("op", "", None)} != {(name, "", None) for name in ("a", "op", "b")} or len(fields) < len(names):
         raise UserError(problem=f"task.arithmetic.template = {config.template!r} {remedy}")
-    for kind in config.problems if config.worked else ():
-        if " + " not in kind:
+    for kind in config.problems:
+        if config.worked and " + " not in kind:
             raise UserError(
                 "task.arithmetic.problems", f"{kind!r}: task.arithmetic.worked shows sums only", "remove it"
             )
@@ -51,7 +52,8 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
         first, last, symbol, other_first, other_last = match.groups()
         first_numbers = range(int(first), int(last) + 1)
         second_numbers = range(int(other_first), int(other_last) + 1)
-        if not 0 < (count := len(first_numbers) * len(second_numbers)) <= _LIMIT:
+        count = len(first_numbers) * len(second_numbers)
+        if not 0 < count <= _LIMIT:
             raise UserError("task.arithmetic.problems", f"{kind!r} spans {count} questions", f"1 to {_LIMIT}")
         for question in itertools.product(first_numbers, symbol, second_numbers):
             kinds.setdefault(question, kind)
@@ -60,22 +62,34 @@ def arithmetic_problems(config: ArithmeticTask, seed: int) -> list[Problem]:
         raise UserError("task.arithmetic.problems", f"gives only {len(questions)} questions", value=config.problems)
     generator = np.random.default_rng([seed, 0])
     question_texts = [config.template.format(a=a, op=symbol, b=b) for a, symbol, b in questions]
-    answers = [worked_sum(a, b) if config.worked else str(_OPERATIONS[symbol](a, b)) for a, symbol, b in questions]
+    if config.worked:
+        answers = [worked_sum(a, b) for a, _, b in questions]
+    else:
+        answers = [str(_OPERATIONS[symbol](a, b)) for a, symbol, b in questions]
     problems = []
     for index in generator.permutation(len(questions)):
         drawn = generator.choice(len(questions) - 1, config.examples, replace=False)
         shots = [draw + (draw >= index) for draw in drawn]
         prompt = "".join(f"{question_texts[shot]} {answers[shot]}\n" for shot in shots) + question_texts[index]
-        a, _, b = question = questions[index]
-        answer = answers[index]
+        a, _, b = questions[index]
         mistakes = ()
-        if config.worked:  # one column is off by one or two
-            columns = range(len(str(max(a, b))))
-            wrong = (worked_sum(a, b, column, slip) for column in columns for slip in (-2, -1, 1, 2))
-            # A negative column sum would not be a plausible mistake.
-            mistakes = tuple(text for text in wrong if text != answer and "-" not in text)
-        problems.append(Problem(prompt, answer, mistakes, difficulty=kinds[question]))
+        if config.worked:
+            mistakes = _worked_mistakes(a, b)
+        problems.append(Problem(prompt, answers[index], mistakes, difficulty=kinds[questions[index]]))
     return problems
+
+
+def _worked_mistakes(a: int, b: int) -> tuple[str, ...]:
+    """Worked sums in which one column is off by one or two."""
+    columns = range(len(str(max(a, b))))
+    answer = worked_sum(a, b)
+    mistakes = []
+    for column, slip in itertools.product(columns, (-2, -1, 1, 2)):
+        text = worked_sum(a, b, column, slip)
+        # A negative column sum would not be a plausible mistake.
+        if "-" not in text and text != answer:
+            mistakes.append(text)
+    return tuple(mistakes)
 
 
 def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
@@ -89,9 +103,13 @@ def worked_sum(a: int, b: int, slip_column: int = 0, slip: int = 0) -> str:
     digits = ""
     carry = 0
     for column in range(len(str(max(a, b)))):
-        digit_a, digit_b = (number // 10**column % 10 for number in (a, b))
-        total = digit_a + digit_b + carry + (slip if column == slip_column else 0)
+        digit_a = a // 10**column % 10
+        digit_b = b // 10**column % 10
+        total = digit_a + digit_b + carry
+        if column == slip_column:
+            total += slip
         steps.append(f"{digit_a}+{digit_b}+{carry}={total}")
         carry, digit = divmod(total, 10)
         digits = f"{digit}{digits}"
-    return ";".join([*steps, str(int(f"{carry}{digits}"))])
+    steps.append(str(int(f"{carry}{digits}")))
+    return ";".join(steps)

@@ -44,13 +44,13 @@ def file_problems(
     Args:
         system_prompt: system message to put before every prompt; prompts must be chats without a system message.
         needs_answers: flag; if False, no row of the file may have an answer, and all answers are then empty.
-        split: beginning of the files' names in a folder, "train" or "test".
+        split: prefix of the files' names in a folder, "train" or "test".
     Raises:
         UserError: the file cannot be read, or a row cannot be used; the message has file, line (JSON Lines, from 1) or
             row (Parquet, from 0), and reason. Or a prompt does not take the system prompt.
     """
     rows = read_data(str(path), "task.file", split)
-    if Path(path).parent == cache_folder("problems"):  # a program passed them, and knows no file
+    if Path(path).parent == cache_folder("problems"):  # The program that passed them knows no file.
         rows = [row._replace(location=f"problems: row {number}") for number, row in enumerate(rows)]
     if not needs_answers and all(row.values.get(str(config.answer_column)) is None for row in rows):
         config = config.model_copy(update={"answer_column": None})
@@ -61,18 +61,23 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     names = {key: getattr(config, key) for key in ("prompt_column", "answer_column", "difficulty_column")}
     for key, column in names.items():
         if column is not None and row.values.get(column) is None:
+            existing = ", ".join(repr(name) for name, value in row.values.items() if value is not None)
+            hint = ""
+            if key == "answer_column":
+                hint = "; null: problems have no answers, for a reward that reads none"
             raise UserError(
-                problem=f"{row.location}: no {column!r}; the row has"
-                f" {', '.join(repr(name) for name, value in row.values.items() if value is not None)}."
-                f" Add it, or name another column in task.file.{key}"
-                + ("; null: problems have no answers, for a reward that reads none" * (key == "answer_column"))
+                problem=f"{row.location}: no {column!r}; the row has {existing}."
+                f" Add it, or name another column in task.file.{key}{hint}"
             )
     prompt = messages_in(row.values[config.prompt_column])
     location = f"{row.location}: column {config.prompt_column!r}"
     column = config.answer_column
-    answer = "" if column is None else row.answer(column, row.values[column])
+    answer = ""
+    if column is not None:
+        answer = row.answer(column, row.values[column])
     if isinstance(prompt, str) and prompt.strip():
-        prompt = [{"role": "user", "content": prompt}] if config.chat else prompt
+        if config.chat:
+            prompt = [{"role": "user", "content": prompt}]
     elif not isinstance(prompt, list):
         reason = "must hold text that is not blank, or a list of messages with role and content"
         raise row.error(config.prompt_column, f"{reason}; got {prompt!r:.80}")
@@ -99,10 +104,12 @@ def _problem(row: FileRow, config: FileTask, system_prompt: str | None) -> Probl
     for name, value in columns.items():
         if isinstance(value, dict) and value.keys() == {UNREADABLE}:
             columns[name] = {UNREADABLE: f"{row.location}: column {name!r}: {value[UNREADABLE]}"}
-    column = config.difficulty_column
-    label = column and row.values[column]
-    difficulty = None if column is None or label is None else row.answer(column, label)
-    template = {} if isinstance(prompt, str) else template_of(row)
+    difficulty = None
+    if config.difficulty_column is not None:
+        difficulty = row.answer(config.difficulty_column, row.values[config.difficulty_column])
+    template = {}
+    if not isinstance(prompt, str):
+        template = template_of(row)
     return Problem(prompt, answer, columns=columns, difficulty=difficulty, template=template)
 
 
@@ -125,7 +132,9 @@ def keep_rows(rows: Any) -> str:
         )
     lines = []
     kinds: Mapping[Any, Any] = column_kinds(rows)
-    for number, row in enumerate(rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows):
+    if isinstance(rows, pd.DataFrame):
+        rows = rows.to_dict("records")
+    for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UserError("problems", f"row {number} must be a dict of columns", f"got {row!r:.80}")
         cells = {}
@@ -133,8 +142,9 @@ def keep_rows(rows: Any) -> str:
             kind = kinds.get(name)
             comes_from_table = kind is not None or isinstance(value, np.ndarray)
             drops_nulls = comes_from_table and is_template_cell(str(name), value)
-            is_converted = drops_nulls or isinstance(value, np.ndarray) or needs_conversion(kind)
-            cells[name] = native(value, kind, drops_nulls) if is_converted else value
+            if drops_nulls or isinstance(value, np.ndarray) or needs_conversion(kind):
+                value = native(value, kind, drops_nulls)
+            cells[name] = value
         try:
             line = json_text(cells, default=_plain)
         except (TypeError, ValueError, RecursionError):
@@ -150,7 +160,8 @@ def keep_rows(rows: Any) -> str:
     if not lines:
         raise UserError("problems", "there are no rows", "pass at least one")
     content = "".join(lines).encode()
-    path = rows_file(name := f"{PASSED}:{digest(content)}")
+    name = f"{PASSED}:{digest(content)}"
+    path = rows_file(name)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, content)
@@ -164,15 +175,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, np.datetime64):
-        return None if np.isnat(value) else str(value)
+        if np.isnat(value):
+            return None
+        return str(value)
     if isinstance(value, Decimal):
-        return as_text(value)  # null if it is not finite
+        return as_text(value)  # A number that is not finite becomes null.
     if isinstance(value, UUID):
         return str(value)
     if not hasattr(value, "tolist"):
         raise TypeError(f"a value of type {type(value).__name__}, which JSON cannot hold; give text instead")
     listed = native(value.tolist(), str(getattr(value, "dtype", "")).rpartition(".")[2])
-    return None if isinstance(listed, float) and not math.isfinite(listed) else listed
+    if isinstance(listed, float) and not math.isfinite(listed):
+        return None
+    return listed
 
 
 def rows_file(name: str) -> Path:

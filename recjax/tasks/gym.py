@@ -93,7 +93,7 @@ def _difficulties(entries: Sequence[Mapping[str, Any]]) -> list[str | None]:
     metadata = [entry["metadata"] for entry in entries]
     names = dict.fromkeys(["source_dataset", "difficulty"])
     for each in metadata:
-        if isinstance(each.get("difficulty"), Mapping):  # ranges that the generator samples each entry's values from
+        if isinstance(each.get("difficulty"), Mapping):  # The generator samples each entry's values from these ranges.
             names |= dict.fromkeys(each["difficulty"])
     labels = [""] * len(entries)
     for name in names:

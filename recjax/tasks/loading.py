@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 import json
 import logging
 import math
@@ -11,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 Pool = Literal["train", "held_out", "all"]
 
-MOST_HELD_OUT = 1024  # problems held out if the task has no evaluation set
+MOST_HELD_OUT = 1024  # A task without an evaluation set holds out at most this number of problems.
 
 # What data sets write where a problem has no answer to compare with.
 _NO_ANSWERS = ("proof", "notfound", "not found", "nan", "none", "null", "n/a")
@@ -72,19 +71,22 @@ def load_task(config: Config, pool: Pool = "train", function: Callable | Sequenc
     rewards = load_rewards(config, function)
     train, evaluation = load_problems(config, rewards, pool)
     for name, reward in rewards.items():
-        splits = [[problem for problem in split if problem.task == name] for split in (train, evaluation)]
-        problems = list(itertools.chain(*splits))
-        is_shown = pool == "train" and config.warm_start and not config.demonstrations and splits[0]
-        if is_shown and not any(problem.answer for problem in splits[0]):
-            raise UserError("warm_start", "trains on answers, and no problem has one", "remove it, or give answers")
-        if clash := reward.weights.keys() & rewards.keys():
+        task_train = [problem for problem in train if problem.task == name]
+        task_evaluation = [problem for problem in evaluation if problem.task == name]
+        if pool == "train" and config.warm_start and not config.demonstrations and task_train:
+            if not any(problem.answer for problem in task_train):
+                raise UserError("warm_start", "trains on answers, and no problem has one", "remove it, or give answers")
+        clash = reward.weights.keys() & rewards.keys()
+        if clash:
             raise UserError(
                 f"task.mixture.{min(clash)}", f"a part of the reward {reward.name} has the same name", "rename the task"
             )
         with _naming(name):
-            rewards[name] = with_columns(reward, *splits)
-            _check_parts(config, name, rewards[name], problems)
-    return Task(train, evaluation, MixedReward(rewards) if config.task.mixture else rewards[""])
+            rewards[name] = with_columns(reward, task_train, task_evaluation)
+            _check_parts(config, name, rewards[name], task_train + task_evaluation)
+    if config.task.mixture:
+        return Task(train, evaluation, MixedReward(rewards))
+    return Task(train, evaluation, rewards[""])
 
 
 def load_rewards(config: Config, function: Callable | Sequence[Callable] | None = None) -> dict[str, Reward]:
@@ -94,9 +96,11 @@ def load_rewards(config: Config, function: Callable | Sequence[Callable] | None 
         with _naming(name):
             rewards[name] = _reward(config, task, function)
     used = ", ".join(dict.fromkeys(reward.name for reward in rewards.values()))
-    in_workers = any(reward.per_row or reward.remote for reward in rewards.values()) or config.task.agent == "tools"
+    uses_workers = config.task.agent == "tools"
+    if any(reward.per_row or reward.remote for reward in rewards.values()):
+        uses_workers = True
     remedy = f"does not apply to task.reward = {used}, which runs in the training process; remove the block"
-    require(in_workers or config.grading == GradingConfig(), "grading", config.grading.model_dump(), remedy)
+    require(uses_workers or config.grading == GradingConfig(), "grading", config.grading.model_dump(), remedy)
     return rewards
 
 
@@ -135,10 +139,10 @@ def _strict_weights(config: Config, task: OneTask) -> dict[str, float]:
     """The chosen weights that must name parts of the task's reward."""
     if not config.task.agent:
         return task.reward_weights
-    # These weights belong to a named task.reward, all others to rewards that the agent returns and to its turns.
-    return {
-        name: task.reward_weights[name] for name in task.reward_weights if task.reward and name not in (TURNS, ROWS)
-    }
+    if not task.reward:
+        return {}
+    # Weights of turns and rows belong to the agent.
+    return {name: weight for name, weight in task.reward_weights.items() if name not in (TURNS, ROWS)}
 
 
 def _reward(config: Config, task: OneTask, function: Callable | Sequence[Callable] | None) -> Reward:
@@ -150,7 +154,9 @@ def _reward(config: Config, task: OneTask, function: Callable | Sequence[Callabl
         remedy = f"is read where task.reward is an async function, and {name} is none; remove it"
         require(task.reward_seconds is None, "task.reward_seconds", task.reward_seconds, remedy)
         require(task.reward_retries == 0, "task.reward_retries", task.reward_retries, remedy)
-    answer = (task.file and task.file.answer_column) or "answer"
+    answer = "answer"
+    if task.file and task.file.answer_column:
+        answer = task.file.answer_column
     return reward._replace(seconds=task.reward_seconds, retries=task.reward_retries, answer=answer)
 
 
@@ -178,14 +184,16 @@ def load_problems(
                 _check_answers(rewards[name], [*task_train, *task_evaluation], by_agent=config.task.agent is not None)
         held_out.update(*map(_origins, task_evaluation))
         if name:
-            task_train, task_evaluation = (
-                [problem._replace(task=name) for problem in problems] for problems in (task_train, task_evaluation)
-            )
-        train += task_train if everything or config.task.shares()[name] else []
-        evaluation += task_evaluation if everything else task_evaluation[: config.evaluation.most_problems]
+            task_train = [problem._replace(task=name) for problem in task_train]
+            task_evaluation = [problem._replace(task=name) for problem in task_evaluation]
+        if everything or config.task.shares()[name]:
+            train += task_train
+        if not everything:
+            task_evaluation = task_evaluation[: config.evaluation.most_problems]
+        evaluation += task_evaluation
     kept = [problem for problem in train if held_out.isdisjoint(_origins(problem))]
     if everything:
-        return [], [*kept, *evaluation]
+        return [], kept + evaluation
     if len(kept) < len(train):
         logger.info("%d train problems are left out, because they are held out for evaluation", len(train) - len(kept))
     if pool == "train":
@@ -205,18 +213,22 @@ def require_enough(problems: Sequence[Problem], config: Config, remedy: str) -> 
     divided = f" / {seats} seats" if seats > 1 else ""
     for name, share in config.task.shares().items():
         if counts[name] < math.ceil(share * needed - 1e-9):
-            task, share = (f"task {name}", f", times its share {share:.3g}") if name else ("task", "")
+            task = "task"
+            share_words = ""
+            if name:
+                task = f"task {name}"
+                share_words = f", times its share {share:.3g}"
             raise UserError(
                 problem=(
                     f"the {task} has {counts[name]} train problems, fewer than rollout.prompts_per_step{divided} ="
-                    f" {needed:g}{share}"
+                    f" {needed:g}{share_words}"
                 ),
                 remedy=remedy,
             )
 
 
 def _check_answers(reward: Reward, problems: Sequence[Problem], by_agent: bool) -> None:
-    """Refuses answers that no completion can match, before the run samples anything, and counts words for no answer."""
+    """Refuses answers that no completion can match, and warns of answers such as "none", before the run samples."""
     placeholders = Counter(problem.answer for problem in problems if problem.answer.strip().lower() in _NO_ANSWERS)
     if placeholders and needs_answers(reward):
         logger.warning(
@@ -250,22 +262,30 @@ def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) ->
     if name == "arithmetic":
         return _hold_out(arithmetic_problems(block, config.seed_of_base), config, pool)
     if name == "reasoning_gym":
-        system_prompt = gym.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        count = block.problems + min(block.problems // 2, MOST_HELD_OUT)  # _hold_out takes a third
+        if system_prompt is None:
+            system_prompt = gym.SYSTEM_PROMPT
+        count = block.problems + min(block.problems // 2, MOST_HELD_OUT)  # `_hold_out` takes a third.
         return _hold_out(gym.gym_problems(block, count, config.seed_of_base, system_prompt), config, pool)
     if name == "file":
         passed = passed_files(config)
-        train, evaluation = (
-            file and file_problems(passed.get(file, file), block, system_prompt, reads_answers, split)
-            for file, split in ((block.train, "train"), (block.evaluation, "test"))
-        )
+
+        def read(file: str | None, split: str) -> list[Problem]:
+            if not file:
+                return []
+            return file_problems(passed.get(file, file), block, system_prompt, reads_answers, split)
+
+        train = read(block.train, "train")
+        evaluation = read(block.evaluation, "test")
     else:
-        files, held_out_files, usual_prompt, problems_of = _HUB_TASKS[name]
-        system_prompt = usual_prompt if system_prompt is None else system_prompt
+        files, held_out_files, usual_prompt, read_problems = _HUB_TASKS[name]
+        if system_prompt is None:
+            system_prompt = usual_prompt
         rows = read_split(block.train, files, "train", f"task.{name}.train")
-        held_out = block.evaluation and read_split(block.evaluation, held_out_files, "test", f"task.{name}.evaluation")
-        train = problems_of(rows, system_prompt)
-        evaluation = problems_of(held_out or [], system_prompt)
+        held_out = []
+        if block.evaluation:
+            held_out = read_split(block.evaluation, held_out_files, "test", f"task.{name}.evaluation")
+        train = read_problems(rows, system_prompt)
+        evaluation = read_problems(held_out, system_prompt)
     if evaluation:
         return train, evaluation
     order = np.random.default_rng([config.seed_of_base, 0]).permutation(len(train))
@@ -275,11 +295,16 @@ def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) ->
 def _origins(problem: Problem) -> set[str]:
     """Keys that train and held-out problems must not share: the prompt, and the conversation that contains it."""
     conversation = problem.columns.get(toolace.CONVERSATION)
-    return {_prompt_of(problem), *([conversation] if conversation else [])}
+    origins = {_prompt_key(problem)}
+    if conversation:
+        origins.add(conversation)
+    return origins
 
 
-def _prompt_of(problem: Problem) -> str:
-    content = [problem.prompt, dict(problem.template)] if problem.template else problem.prompt
+def _prompt_key(problem: Problem) -> str:
+    content: Any = problem.prompt
+    if problem.template:
+        content = [problem.prompt, dict(problem.template)]
     return json.dumps(content, sort_keys=True)
 
 
@@ -289,7 +314,7 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
     Raises:
         UserError: there are fewer held-out problems than `evaluation.problems`, or none.
     """
-    keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_of(problem) for problem in problems]
+    keys = [problem.columns.get(toolace.CONVERSATION) or _prompt_key(problem) for problem in problems]
     most = min(len(problems) // 3, MOST_HELD_OUT)
     chosen = set()
     count = 0
@@ -307,8 +332,11 @@ def _hold_out(problems: list[Problem], config: Config, pool: Pool) -> tuple[list
         )
     if pool != "all" and config.evaluation.problems is None and count < config.evaluation.most_problems:
         logger.info("evaluating on %d held-out problems, a third of the task's %d%s", count, len(problems), hint)
-    train, held_out = (
-        [problem for problem, key in zip(problems, keys, strict=True) if (key in chosen) is side]
-        for side in (False, True)
-    )
+    train = []
+    held_out = []
+    for problem, key in zip(problems, keys, strict=True):
+        if key in chosen:
+            held_out.append(problem)
+        else:
+            train.append(problem)
     return train, held_out

@@ -76,7 +76,7 @@ def math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMPT) ->
 
 def _math_problem(row: FileRow, system_prompt: str) -> Problem:
     stated = row.values.get("answer")
-    is_stated = stated is not None and stated == stated and stated != ""  # NaN also means no answer
+    is_stated = stated is not None and stated == stated and stated != ""  # NaN also means no answer.
     if is_stated:
         answer = row.text("answer") if isinstance(stated, str) else row.answer("answer", stated)
     else:
@@ -93,11 +93,15 @@ def _math_problem(row: FileRow, system_prompt: str) -> Problem:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of a text's last non-empty \boxed or \fbox: text in braces, or the next word; None without one."""
-    endings = [text[match.end() :] for match in _BOXED.finditer(text)]
-    contents = [
-        braced(ending) if ending.startswith("{") else re.split(r"[\s$.]", ending, maxsplit=1)[0] for ending in endings
-    ]
-    return next((content.strip() for content in reversed(contents) if content and content.strip()), None)
+    for match in reversed(list(_BOXED.finditer(text))):
+        ending = text[match.end() :]
+        if ending.startswith("{"):
+            content = braced(ending) or ""
+        else:
+            content = re.split(r"[\s$.]", ending, maxsplit=1)[0]
+        if content.strip():
+            return content.strip()
+    return None
 
 
 def guru_math_problems(rows: Sequence[FileRow], system_prompt: str = BOXED_PROMPT) -> list[Problem]:
@@ -113,8 +117,10 @@ def _guru_problem(row: FileRow, system_prompt: str) -> Problem:
     prompt = checked_messages(messages_in(row.values.get("prompt")), f"{row.location}: column 'prompt'")
     reward_model = row.values.get("reward_model")
     check_last_message(prompt, f"{row.location}: column 'prompt'")
-    answer = as_text(reward_model.get("ground_truth")) if isinstance(reward_model, dict) else None
-    if not (answer or "").strip():
+    answer = None
+    if isinstance(reward_model, dict):
+        answer = as_text(reward_model.get("ground_truth"))
+    if answer is None or not answer.strip():
         reason = "must hold an object with the answer as ground_truth"
         raise row.error("reward_model", f"{reason}; got {reward_model!r:.80}")
     if prompt[0]["role"] == "system" and system_prompt != BOXED_PROMPT:
@@ -129,5 +135,4 @@ def _guru_problem(row: FileRow, system_prompt: str) -> Problem:
             raise row.error("qwen2.5_7b_pass_rate", f"must hold a number from 0 to 1, or null; got {rate!r:.80}")
         fifth = min(int(rate * 5), 4)
         difficulty = f"pass rate {fifth / 5:.1f} to {(fifth + 1) / 5:.1f}"
-    assert answer is not None
     return Problem(prompt, answer, columns=columns, difficulty=difficulty)

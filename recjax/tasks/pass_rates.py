@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Container, Generator
 
 import numpy as np
@@ -45,7 +46,9 @@ def within_pass_rates(
     def measured() -> dict[int, list[int]]:
         """Numbers of accurate completions by the index of a part's first prompt; skips damaged lines."""
         known = {}
-        for line in path.read_bytes().splitlines() if path.exists() else ():
+        if not path.exists():
+            return known
+        for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 row = json.loads(line)
                 if len(row["accurate"]) == min(size, count - row["first"]):
@@ -53,10 +56,10 @@ def within_pass_rates(
         return known
 
     known = hosts.from_first(measured)
-    if len(known) < -(-count // size):
+    if len(known) < math.ceil(count / size):
         before = sum(map(len, known.values()))
         with (
-            contextlib.closing(accurate_counts({*known})) as parts,
+            contextlib.closing(accurate_counts(set(known))) as parts,
             progress_bar("pass rates", count, before, unit="problem", shown=hosts.is_first()) as bar,
         ):
             for first, accurate in parts:
@@ -64,7 +67,7 @@ def within_pass_rates(
                 if hosts.is_first():
                     with writing(path):
                         path.parent.mkdir(parents=True, exist_ok=True)
-                        with path.open("ab") as file:  # a kill may have left half a line
+                        with path.open("ab") as file:  # A kill may have left half a line.
                             file.write(f"\n{json_text({'first': first, 'accurate': accurate})}\n".encode())
                 bar.update(len(accurate))
     rates = np.concatenate([known[start] for start in sorted(known)]) / keep.samples
@@ -72,7 +75,13 @@ def within_pass_rates(
     chosen = np.flatnonzero((low <= rates) & (rates <= high))
     logger.info(
         "task.keep: keeping %d of %d train problems; the pass rates of %d are below %g, of %d above %g; %s",
-        *(len(chosen), count, (rates < low).sum(), low, (rates > high).sum(), high, path),
+        len(chosen),
+        count,
+        (rates < low).sum(),
+        low,
+        (rates > high).sum(),
+        high,
+        path,
     )
     require_enough([train.problems[index] for index in chosen], config, "widen task.keep.pass_rate, or add problems")
     return train.take(chosen)

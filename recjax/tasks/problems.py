@@ -1,6 +1,7 @@
 """Data types of tasks: problems, chats, and the task with its train problems, held-out problems and reward."""
 
 import contextlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -15,11 +16,15 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of an as
 
 
 class Problem(NamedTuple):
-    """One question: `prompt` is text or a list of chat messages, `answer` is the reference answer.
+    """One question with its answer.
 
-    `mistakes` are plausible wrong answers, which a warm start can show. `columns` holds additional columns of the data
-    for the reward function. Evaluation reports accuracy for each `difficulty` label. `template` maps names to variables
-    of the chat template, including `tools`. `task` is the name of the problem's task in a mixture.
+    prompt: text, or a list of chat messages.
+    answer: the reference answer.
+    mistakes: plausible wrong answers, which a warm start can show.
+    columns: additional columns of the data, for the reward function.
+    difficulty: label for which evaluation reports the accuracy.
+    template: variables of the chat template by name, including `tools`.
+    task: name of the problem's task in a mixture.
     """
 
     prompt: str | list[dict[str, str]]
@@ -44,11 +49,15 @@ class Task(NamedTuple):
 
 def chat(system_prompt: str, *turns: str) -> list[dict[str, str]]:
     """A chat: a system message unless `system_prompt` is empty, then turns of user and assistant, user first."""
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return system + [{"role": ("user", "assistant")[index % 2], "content": turn} for index, turn in enumerate(turns)]
+    messages = []
+    if system_prompt:
+        messages.append({"role": "system", "content": system_prompt})
+    for role, turn in zip(itertools.cycle(("user", "assistant")), turns, strict=False):
+        messages.append({"role": role, "content": turn})
+    return messages
 
 
-_encode = json.JSONEncoder(sort_keys=True).encode  # json.dumps would make an encoder for every problem
+_encode = json.JSONEncoder(sort_keys=True).encode  # json.dumps would make an encoder for every problem.
 
 
 def problem_text(prompt: str | list[dict[str, str]], answer: str | None) -> str:
@@ -64,8 +73,12 @@ def problem_key(prompt: str | list[dict[str, str]], answer: str | None) -> str:
 def question_of(prompt: str | list[dict[str, str]]) -> str:
     """The part of a prompt to show to readers: the last user message of a chat, or the last line of a text."""
     if isinstance(prompt, str):
-        return (prompt.strip().splitlines() or [""])[-1]
-    return next((turn["content"] for turn in reversed(prompt) if turn["role"] == "user"), prompt[-1]["content"])
+        lines = prompt.strip().splitlines()
+        return lines[-1] if lines else ""
+    for message in reversed(prompt):
+        if message["role"] == "user":
+            return message["content"]
+    return prompt[-1]["content"]
 
 
 def check_last_message(prompt: str | Sequence[Mapping[str, Any]], location: str) -> None:
@@ -88,11 +101,8 @@ def messages_in(text: Any) -> Any:
     """The messages in a JSON text; other values unchanged."""
     with contextlib.suppress(ValueError, RecursionError, TypeError):
         messages = json.loads(text)
-        if (
-            isinstance(messages, list)
-            and messages
-            and all(isinstance(message, dict) and "role" in message for message in messages)
-        ):
+        is_list = isinstance(messages, list) and bool(messages)
+        if is_list and all(isinstance(message, dict) and "role" in message for message in messages):
             return messages
     return text
 
@@ -118,7 +128,9 @@ def checked_message(message: Any, location: str) -> dict[str, Any]:
     Raises:
         UserError: with the place, the wrong key and its value.
     """
-    role = message.get("role") if isinstance(message, Mapping) else None
+    role = None
+    if isinstance(message, Mapping):
+        role = message.get("role")
     if not isinstance(role, str) or not role:
         raise UserError(location, f"{message!r:.80} is no message", "it has a role, and content")
     content = message.get("content")
@@ -140,4 +152,7 @@ def checked_message(message: Any, location: str) -> dict[str, Any]:
 
 def characters(problems: Sequence[Problem]) -> str:
     """Every character of the problems, sorted: the alphabet of the built-in tokenizer."""
-    return "".join(sorted({*"".join(str(problem.prompt) + problem.answer for problem in problems)}))
+    alphabet = set()
+    for problem in problems:
+        alphabet.update(str(problem.prompt), problem.answer)
+    return "".join(sorted(alphabet))

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,8 @@ class Prompts(NamedTuple):
 
     def take(self, indices: np.ndarray) -> "Prompts":
         """Selects the prompts at the given indices."""
-        texts, problems = ([column[i] for i in indices] for column in (self.texts, self.problems))
+        texts = [self.texts[index] for index in indices]
+        problems = [self.problems[index] for index in indices]
         return Prompts(self.tokens[indices], self.mask[indices], texts, problems)
 
 
@@ -52,21 +54,24 @@ def prompts_digest(prompts: Prompts, task: str | None = None) -> str:
     """A digest of the prompts with their answers and columns, in order.
 
     Args:
-        task: the only task of a mixture to digest; None: all.
+        task: the only task of a mixture to digest; None digests all tasks.
     """
     digest = hashlib.sha256()
     for text, problem in zip(prompts.texts, prompts.problems, strict=True):
         if task in (None, problem.task):
-            columns = sorted((name, value) for name, value in problem.columns.items() if name != CONVERSATION)  # a path
+            # The conversation's key contains a path.
+            columns = sorted((name, value) for name, value in problem.columns.items() if name != CONVERSATION)
             digest.update(repr((text, problem.answer, columns)).encode())
     return digest.hexdigest()[:16]
 
 
 def fitting(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Problem]:
     """Problems whose rendered prompts have at most `max_tokens` tokens; the processes of a run share the work."""
-    lengths = hosts.shared_out(
-        lambda share, first: [len(ids) for _, ids in rendered(share, first, tokenizer)], problems
-    )
+
+    def prompt_lengths(share: Sequence[Problem], first: int) -> list[int]:
+        return [len(ids) for _, ids in rendered(share, first, tokenizer)]
+
+    lengths = hosts.shared_out(prompt_lengths, problems)
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_tokens]
 
 
@@ -74,10 +79,10 @@ def rendered(
     problems: Sequence[Problem], first: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
 ) -> list[Encoded]:
     """Text and token ids of each problem's prompt; error messages number the prompts from `first`."""
-    of_chats = [problem for problem in problems if not isinstance(problem.prompt, str)]
+    chat_problems = [problem for problem in problems if not isinstance(problem.prompt, str)]
     for number, problem in enumerate(problems, first):
         check_last_message(problem.prompt, f"prompt {number}")
-    if not reads_variable(tokenizer, "tools") and any("tools" in problem.template for problem in of_chats):
+    if not reads_variable(tokenizer, "tools") and any("tools" in problem.template for problem in chat_problems):
         raise UserError(
             problem=(
                 f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} reads no tools, which rows of the"
@@ -93,20 +98,28 @@ def rendered(
                 " does not write",
                 "take a model for tools, or move them into the content",
             )
-    chats: list[Any] = [problem.prompt for problem in of_chats]
-    variables = [problem.template for problem in of_chats]
-    of_chat = iter(render_chats(tokenizer, chats, variables=variables) if chats else [])
-    texts = [problem.prompt if isinstance(problem.prompt, str) else next(of_chat) for problem in problems]
+    chats: list[Any] = [problem.prompt for problem in chat_problems]
+    variables = [problem.template for problem in chat_problems]
+    chat_texts = []
+    if chats:
+        chat_texts = render_chats(tokenizer, chats, variables=variables)
     are_chats = [not isinstance(problem.prompt, str) for problem in problems]
+    next_chat_text = iter(chat_texts)
+    texts = []
+    for problem in problems:
+        if isinstance(problem.prompt, str):
+            texts.append(problem.prompt)
+        else:
+            texts.append(next(next_chat_text))
     encoded = encode_prompts(tokenizer, texts, first, rendered=are_chats, vocabulary=vocabulary)
     return [(text, np.array(ids, np.int32)) for text, ids in zip(texts, encoded, strict=True)]
 
 
 def _has_key(problem: Problem, names: Sequence[str]) -> bool:
     """True if a message of the prompt has a value for one of the keys."""
-    return not isinstance(problem.prompt, str) and any(
-        message.get(name) for message in problem.prompt for name in names
-    )
+    if isinstance(problem.prompt, str):
+        return False
+    return any(message.get(name) for message, name in itertools.product(problem.prompt, names))
 
 
 def encode_problems(
@@ -123,10 +136,10 @@ def encode_problems(
     Raises:
         UserError: a prompt has no tokens, is outside the vocabulary, or is longer than `max_tokens`.
     """
-    # transformers passes each of the keys under the names of the others.
+    # transformers passes the value of each key under the names of all of them.
     reads_reasoning = any(reads_variable(tokenizer, name) for name in REASONING_KEYS)
-    unwritten = 0 if reads_reasoning else sum(_has_key(problem, REASONING_KEYS) for problem in problems)
-    if unwritten:
+    unwritten = sum(_has_key(problem, REASONING_KEYS) for problem in problems)
+    if unwritten and not reads_reasoning:
         logger.warning(
             "%d of %d prompts have a message with %s, which the chat template does not write; move it into the content"
             " if the policy should read it",
@@ -144,7 +157,8 @@ def encode_problems(
                 f"has {len(ids)} tokens, more than rollout.max_prompt_tokens = {max_tokens}",
                 f"the longest has {longest}: raise the limit, or leave such prompts out with rollout.long_prompts=drop",
             )
-    mask = np.arange(max_tokens or longest) < np.array([[len(ids)] for ids in encoded])
+    lengths = np.array([len(ids) for ids in encoded])
+    mask = np.arange(max_tokens or longest) < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)
     tokens[mask] = np.concatenate(encoded)
     return Prompts(tokens, mask, texts, list(problems))
@@ -160,10 +174,11 @@ def batch_indices(problems: int, prompts_per_step: int, batch: int, seed: int) -
 
 
 def _shuffled_indices(problems: int, first: int, count: int, seed: int) -> np.ndarray:
-    positions = np.arange(first, first + count)
-    return np.array(
-        [_epoch_order(problems, seed, int(position) // problems)[position % problems] for position in positions], int
-    )
+    indices = np.empty(count, int)
+    for offset in range(count):
+        epoch, position = divmod(first + offset, problems)
+        indices[offset] = _epoch_order(problems, seed, epoch)[position]
+    return indices
 
 
 @functools.lru_cache(maxsize=32)
@@ -189,7 +204,7 @@ def batch_prompts(
         return prompts.take(batch_indices(len(prompts.texts), count, batch, seed))
     sizes = Counter(problem.task for problem in prompts.problems)
     shares = task.shares()
-    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # a weight of 0 adds exactly 0
+    ends = np.cumsum([share * count for share in shares.values()]).round(9)  # A weight of 0 adds exactly 0.
     offsets = np.random.default_rng([seed, 8]).random((batch, 1))
     drawn = np.diff(np.floor(ends + offsets), axis=1, prepend=0).astype(int)  # [batch, task]
     labels = np.random.default_rng([seed, 9, batch]).permutation(np.repeat(np.arange(len(shares)), drawn[-1]))
@@ -243,7 +258,7 @@ def prompts_of(config: Config, policy: Policy, task: Task) -> tuple[Prompts, Pro
 
 
 def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Task:
-    """Applies `rollout.long_prompts`: returns the whole task, or drops long prompts and logs their number.
+    """Applies `rollout.long_prompts`: returns the task unchanged, or drops long prompts and logs their number.
 
     Raises:
         UserError: too few problems remain.
@@ -252,8 +267,8 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
         return task
     most = rollout.max_prompt_tokens
     assert most is not None
-    train, evaluation = (fitting(problems, tokenizer, most) for problems in (task.train, task.evaluation))
-    dropped = [len(task.train) - len(train), len(task.evaluation) - len(evaluation)]
+    train = fitting(task.train, tokenizer, most)
+    evaluation = fitting(task.evaluation, tokenizer, most)
     limit = f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
     if (task.train and len(train) < rollout.prompts_per_step) or not evaluation:
         raise UserError(
@@ -262,5 +277,10 @@ def without_long_prompts(task: Task, tokenizer: PreTrainedTokenizerBase, rollout
             f" {len(task.evaluation)} held-out problems fit, too few",
             "raise it",
         )
-    logger.info("%s: skipping %d longer train problems and %d longer held-out problems", limit, *dropped)
+    logger.info(
+        "%s: skipping %d longer train problems and %d longer held-out problems",
+        limit,
+        len(task.train) - len(train),
+        len(task.evaluation) - len(evaluation),
+    )
     return task._replace(train=train, evaluation=evaluation)

@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import glob
 import gzip
+import itertools
 import json
 import logging
 import math
@@ -85,7 +86,9 @@ def as_text(value: Any) -> str | None:
         return None
     if isinstance(value, _Digits):
         value = value.digits
-    digits = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
+    if isinstance(value, float):
+        value = Decimal(repr(value))
+    digits = format(value, "f")
     if "." in digits:
         digits = digits.rstrip("0").rstrip(".")
     return "0" if digits == "-0" else digits
@@ -100,7 +103,8 @@ def column_kinds(table: Any) -> dict[str, Any]:
     Args:
         table: a pandas DataFrame, a datasets.Dataset or an Arrow schema; other objects have no types.
     """
-    if features := getattr(table, "features", None):
+    features = getattr(table, "features", None)
+    if features:
         table = features.arrow_schema
     if hasattr(getattr(table, "dtypes", None), "items"):
         return {name: str(dtype).lower().partition("[")[0] for name, dtype in table.dtypes.items()}
@@ -113,11 +117,13 @@ def needs_conversion(kind: Any) -> bool:
 
 
 def is_template_cell(column: str, value: Any) -> bool:
-    """True for what a chat template reads: a cell of TEMPLATE_COLUMNS, or a list of messages."""
+    """True if a chat template reads the cell: one of TEMPLATE_COLUMNS, or a list of messages."""
     if column in TEMPLATE_COLUMNS:
         return True
     is_list = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim == 1)
-    return is_list and len(value) > 0 and all(isinstance(each, dict) and "role" in each for each in value)
+    if not is_list or len(value) == 0:
+        return False
+    return all(isinstance(message, dict) and "role" in message for message in value)
 
 
 def native(value: Any, kind: Any, drops_nulls: bool = False) -> Any:
@@ -131,21 +137,31 @@ def native(value: Any, kind: Any, drops_nulls: bool = False) -> Any:
         UserError: a text of type JSON is not valid.
     """
     if str(kind) == "extension<arrow.json>":
-        return _decode(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return _decode(value)
+        return value
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, np.ndarray):
         kind = value.dtype.name
         value = value.tolist()
     if isinstance(value, dict):
         is_struct = str(kind).startswith("struct<")
-        kinds = {name: kind.field(name).type if is_struct else getattr(kind, "item_type", kind) for name in value}
-        kept = {name: each for name, each in value.items() if each is not None or not drops_nulls}
-        return {name: native(each, kinds[name], drops_nulls) for name, each in kept.items()}
+        item_kind = getattr(kind, "item_type", kind)
+        values = {}
+        for name, item in value.items():
+            if item is None and drops_nulls:
+                continue
+            if is_struct:
+                item_kind = kind.field(name).type
+            values[name] = native(item, item_kind, drops_nulls)
+        return values
     if isinstance(value, list):
-        element = getattr(kind, "value_type", kind)
-        return [native(each, element, drops_nulls) for each in value]
+        element_kind = getattr(kind, "value_type", kind)
+        return [native(element, element_kind, drops_nulls) for element in value]
     narrow = _NARROW.get(str(kind))
-    return float(str(narrow(value))) if narrow and isinstance(value, float) else value
+    if narrow and isinstance(value, float):
+        return float(str(narrow(value)))
+    return value
 
 
 def template_of(row: FileRow) -> dict[str, Any]:
@@ -165,12 +181,16 @@ def template_of(row: FileRow) -> dict[str, Any]:
                 raise row.error(name, f"must hold JSON; got {value!r:.80} ({error})") from error
     tools = cells["tools"] or None
     variables = cells["chat_template_kwargs"] or {}
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) and tool for tool in tools)):
+    is_list = isinstance(tools, list)
+    if tools is not None and (not is_list or not all(isinstance(tool, dict) and tool for tool in tools)):
         reason = "must hold a list of JSON schemas of functions, which the chat template reads"
         raise row.error("tools", f"{reason}; got {tools!r:.80}. Name the column otherwise if it holds something else")
-    if reason := wrong_with_variables(variables):
+    reason = wrong_with_variables(variables)
+    if reason:
         raise row.error("chat_template_kwargs", f"{reason}; got {variables!r:.80}")
-    return {**variables, **({"tools": tools} if tools else {})}
+    if not tools:
+        return dict(variables)
+    return {**variables, "tools": tools}
 
 
 def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
@@ -188,17 +208,22 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
     """
     where = f"{key}: {file}"
     if not file.is_file():
-        problem = f"is a folder; name a file in it. {_CONVERTED}" if file.is_dir() else "there is no such file"
-        raise UserError(where, problem)
+        if file.is_dir():
+            raise UserError(where, f"is a folder; name a file in it. {_CONVERTED}")
+        raise UserError(where, "there is no such file")
     ending = ENDING.search(file.name)
     if not ending:
         raise UserError(where, f"give a .jsonl or .parquet file {MORE_ENDINGS}", _CONVERTED)
     if ending[2]:
         rows = list(_parquet_rows(file, where, narrow_lists))
     else:
-        content = _unpacked(file, where) if file.suffix.lower() == ".gz" else file.read_bytes()
-        if kind := next((name for first, name in _FORMATS.items() if content.startswith(first)), None):
-            raise UserError(where, f"holds {kind} data", "give the file the ending of this format, or unpack it")
+        if file.suffix.lower() == ".gz":
+            content = _unpacked(file, where)
+        else:
+            content = file.read_bytes()
+        for first_bytes, kind in _FORMATS.items():
+            if content.startswith(first_bytes):
+                raise UserError(where, f"holds {kind} data", "give the file the ending of this format, or unpack it")
         content = content.removeprefix(codecs.BOM_UTF8)
         rows = _rows_of_text(content, where, may_be_a_list=ending[1].lower() == "json")
     if not rows:
@@ -213,7 +238,7 @@ def read_file(file: Path, key: str, narrow_lists: bool = True) -> list[FileRow]:
 
 def _parquet_rows(file: Path, where: str, narrow_lists: bool) -> Iterator[FileRow]:
     """The rows of a Parquet file, from this file alone: its name is no pattern, and its metadata opens nothing."""
-    import pyarrow.parquet as pq  # JSON Lines do not need it
+    import pyarrow.parquet as pq  # JSON Lines do not need it.
 
     number = 0
     # An open file: pyarrow reads some names as addresses.
@@ -221,8 +246,9 @@ def _parquet_rows(file: Path, where: str, narrow_lists: bool) -> Iterator[FileRo
         with _reading_parquet(where):
             table = pq.ParquetFile(opened)
             names = table.schema_arrow.names
-        if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(where, f"the column {repeated!r} is given twice", "remove one")
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(where, f"the column {name!r} is given twice", "remove one")
         kinds = column_kinds(table.schema_arrow)
         batches = table.iter_batches(_ROWS_AT_ONCE)
         while True:
@@ -249,21 +275,23 @@ def _reading_parquet(where: str) -> Iterator[None]:
 def _cells(column: Any, name: str, kind: Any, narrow_lists: bool) -> list[Any]:
     """The values of an Arrow column in Python's types."""
 
-    def value_of(cell: Any) -> Any:
+    def cell_value(cell: Any) -> Any:
         try:
             return converted(cell.as_py(maps_as_pydicts="strict"))
-        except Exception as error:  # each type has its own: text that is not UTF-8, times out of range, maps
+        except Exception as error:  # Each type has its own: text that is not UTF-8, times out of range, maps.
             return {UNREADABLE: short_error(error)}
 
     def converted(value: Any) -> Any:
         drops_nulls = is_template_cell(name, value)
-        return native(value, kind, drops_nulls) if is_converted or drops_nulls else value
+        if is_converted or drops_nulls:
+            return native(value, kind, drops_nulls)
+        return value
 
     is_converted = needs_conversion(kind) and (narrow_lists or not hasattr(kind, "value_type"))
     try:
         return [converted(value) for value in column.to_pylist(maps_as_pydicts="strict")]
     except Exception:
-        return [value_of(cell) for cell in column]
+        return [cell_value(cell) for cell in column]
 
 
 def _remove_added_nulls(rows: Sequence[FileRow], where: str) -> None:
@@ -323,10 +351,11 @@ def read_data(where: str, key: str, split: str) -> list[FileRow]:
         return read_split(where, f"{split}*.parquet", split, key)
     if path.exists() or not glob.has_magic(where):
         return read_file(path, key)
-    paths = sorted(each for each in map(Path, glob.glob(where, recursive=True)) if each.is_file())
+    matches = map(Path, glob.glob(where, recursive=True))
+    paths = sorted(match for match in matches if match.is_file())
     if not paths:
         raise UserError(key, f"{where}: no file has a name of this pattern", "correct it")
-    return [row for path in paths for row in read_file(path, key)]
+    return list(itertools.chain.from_iterable(read_file(path, key) for path in paths))
 
 
 def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
@@ -361,9 +390,11 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
             ) from error
     # Read only the first kind found: a folder may hold the same rows in several formats, and .json files without rows.
     kinds = [("parquet", "jsonl"), ("ndjson",), ("jsonl.gz", "ndjson.gz"), ("json",), ("json.gz",)]
-    patterns = [(files,), *(tuple(f"{at}{split}*.{end}" for end in kind) for at in ("", "data/") for kind in kinds)]
-    globbed = (sorted(file for pattern in kind for file in folder.glob(pattern)) for kind in patterns)
-    paths = next(filter(None, globbed), None)
+    paths = sorted(folder.glob(files))
+    for subfolder, kind in itertools.product(("", "data/"), kinds):
+        if not paths:
+            matches = [folder.glob(f"{subfolder}{split}*.{ending}") for ending in kind]
+            paths = sorted(itertools.chain.from_iterable(matches))
     if not paths:
         sought = dict.fromkeys((files, f"{split}*.parquet", f"{split}*.jsonl"))
         raise UserError(
@@ -371,7 +402,7 @@ def read_split(where: str, files: str, split: str, key: str) -> list[FileRow]:
             f"the folder {folder} holds, in it or in data/, no {', no '.join(sought)} {MORE_ENDINGS}",
             f"name a file, or a pattern such as {folder}/*.parquet; {_CONVERTED}",
         )
-    return [row for file in paths for row in read_file(file, key)]
+    return list(itertools.chain.from_iterable(read_file(path, key) for path in paths))
 
 
 def _unpacked(file: Path, where: str) -> bytes:
@@ -379,10 +410,12 @@ def _unpacked(file: Path, where: str) -> bytes:
     lines = []
     try:
         with gzip.open(file) as packed:
-            while line := packed.readline(_LONGEST_LINE):
+            line = packed.readline(_LONGEST_LINE)
+            while line:
                 lines.append(line)
                 if len(line) == _LONGEST_LINE:
                     raise UserError(where, f"line {len(lines)} has {_LONGEST_LINE} bytes or more", "remove it")
+                line = packed.readline(_LONGEST_LINE)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(where, f"cannot be read as gzip ({error})", "write the file again") from error
     return b"".join(lines)
@@ -390,18 +423,24 @@ def _unpacked(file: Path, where: str) -> bytes:
 
 def _rows_of_text(content: bytes, where: str, may_be_a_list: bool) -> list[FileRow]:
     if may_be_a_list and not (content.lstrip().startswith(b"{") and b"\n{" in content):
-        rows = parsed(content, where) if content.strip() else []
+        rows = []
+        if content.strip():
+            rows = parsed(content, where)
         if not isinstance(rows, list):
             raise UserError(where, "must hold one list of rows, or several rows of one line each", f"got {rows!r:.80}")
         return [FileRow(value, f"{where}: row {index}") for index, value in enumerate(rows)]
     # Libraries name neither the line of a syntax error nor a column whose type changes, so parse each line here.
-    lines = enumerate(content.split(b"\n"), start=1)
-    texts = {f"{where}: line {number}": line for number, line in lines if line.strip()}
-    return [FileRow(parsed(line, location), location) for location, line in texts.items()]
+    rows = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            location = f"{where}: line {number}"
+            rows.append(FileRow(parsed(line, location), location))
+    return rows
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(values := dict(pairs)) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise KeyError(max(values, key=[name for name, _ in pairs].count))
     return values
 

@@ -17,12 +17,12 @@ _MOST_CHARACTERS = 1000
 
 def exact_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """1 if the completion equals the answer exactly, except for surrounding whitespace."""
-    texts = zip(completions, _answer_texts(prompts, completions), answers, strict=True)
-    # An answer with thinking tags needs the whole completion.
-    return [
-        float((visible_text if after_thoughts(answer) == answer else reply).strip() == answer.strip())
-        for reply, visible_text, answer in texts
-    ]
+    rewards = []
+    for completion, text, answer in zip(completions, _answer_texts(prompts, completions), answers, strict=True):
+        if after_thoughts(answer) != answer:  # An answer with thinking tags needs the complete reply.
+            text = completion
+        rewards.append(float(text.strip() == answer.strip()))
+    return rewards
 
 
 def number_match(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -46,7 +46,9 @@ def last_number_match(prompts: Sequence[str], completions: Sequence[str], answer
 
     def last(text: str) -> Fraction | None:
         numbers = [match.group() for match in _NUMBER.finditer(text)]
-        return _number(numbers[-1]) if numbers else None
+        if not numbers:
+            return None
+        return _number(numbers[-1])
 
     return _compared(last, need, _answer_texts(prompts, completions), answers)
 
@@ -67,4 +69,6 @@ def _compared(
 
 def _number(text: str) -> Fraction | None:
     text = text.strip()
-    return Fraction(text.replace(",", "")) if len(text) <= _MOST_CHARACTERS and _NUMBER.fullmatch(text) else None
+    if len(text) > _MOST_CHARACTERS or not _NUMBER.fullmatch(text):
+        return None
+    return Fraction(text.replace(",", ""))

@@ -117,7 +117,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
         key, equals, value = piece.partition("=")
         key = key.strip()
         try:
-            with warnings.catch_warnings(action="ignore"):  # escapes such as \/ are JSON only
+            with warnings.catch_warnings(action="ignore"):  # Only JSON has escapes such as \/.
                 code = _QUOTED_OR_CHARACTER.sub(in_one_line, value.strip())
                 parsed = _literal(ast.parse(code, mode="eval").body)
         except (SyntaxError, ValueError, MemoryError, RecursionError):

@@ -98,7 +98,7 @@ def test_runs_are_read_by_their_folders(path, tmp_path):
         read_folders([*folders, "nowhere"])
 
 
-def test_every_number_of_a_run_is_a_metric_unless_an_axis_has_its_name(tmp_path):
+def test_numbers_are_metrics_unless_an_axis_has_their_name(tmp_path):
     row = {"step": 1, "loss": -2.5, "learning_rate": 0.5, "agent/raised": 3, "reward/x": 1e12, "source_rows": {"a": 1}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     table = metrics_of([({"learning_rate": "0.5"}, tmp_path)])
@@ -110,7 +110,7 @@ def test_every_number_of_a_run_is_a_metric_unless_an_axis_has_its_name(tmp_path)
             check_metrics(table, [name], "--metrics")
 
 
-def test_a_partial_sweep_names_the_runs_that_are_not_finished(path):
+def test_partial_sweeps_name_their_unfinished_runs(path):
     _, runs = read_sweep(path, extra=["training.steps=12"])
     assert unfinished(runs) == ["wide__0 (0 of 12 steps)"]
     _, runs = read_sweep(path, extra=["training.steps=20"])
@@ -125,7 +125,7 @@ def test_a_table_survives_parquet(path, tmp_path):
     np.testing.assert_array_equal(again["reward"], table["reward"])
 
 
-def test_what_is_not_there_is_said(path, tmp_path):
+def test_missing_sources_are_named(path, tmp_path):
     with pytest.raises(ValueError, match="none.parquet.*no such table"):
         read_runs(tmp_path / "none.parquet")
     with pytest.raises(ValueError, match="no metrics yet; start the run"):
@@ -194,7 +194,7 @@ def test_a_logarithmic_panel_has_several_ticks(ratios):
     assert len({text.get_text() for text in labels}) >= 2
 
 
-def test_panels_and_lines_of_a_sweep_have_the_names_of_their_axes(path):
+def test_sweep_panels_and_lines_are_named_by_axes(path):
     table = read_runs(path).assign(learning_rate="0.0001")
     names = titled(table)
     assert [*dict.fromkeys(names["learning_rate"])] == ["learning rate 0.0001"]
@@ -206,7 +206,7 @@ def test_panels_and_lines_of_a_sweep_have_the_names_of_their_axes(path):
     assert figure.axes[1].get_ylabel().endswith("minus algorithm grpo")
 
 
-def test_a_source_that_is_no_table_of_runs_is_named(tmp_path):
+def test_sources_without_a_run_table_are_named(tmp_path):
     table = tmp_path / "table.parquet"
     table.write_bytes(b"PAR1 and nothing else")
     with pytest.raises(ValueError, match="table.parquet: not a Parquet file"):

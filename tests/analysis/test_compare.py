@@ -44,7 +44,7 @@ def table():
     return pd.DataFrame(rows).sample(frac=1.0, random_state=0)  # their order is nothing to rely on
 
 
-def test_the_end_the_whole_and_the_fall_of_each_run(table):
+def test_final_mean_and_fall_of_each_run(table):
     for settings, values in CURVES.items():
         assert final(table)[settings] == pytest.approx(np.mean(values[-3:]))
         assert mean_over_steps(table)[settings] == pytest.approx(np.mean(values[1:]))
@@ -112,7 +112,7 @@ def test_a_seed_counts_once_with_all_its_settings(table):
     assert sorted(values) == pytest.approx(sorted(by_seed.values()))
 
 
-def test_differences_from_a_line_are_those_of_the_same_step_seed_and_regime(table):
+def test_differences_from_a_line_compare_equal_steps_and_settings(table):
     minus = minus_line(table, "algorithm", "a", "evaluation/accuracy")
     found = table.assign(minus=minus).set_index(["algorithm", "regime", "seed", "step"])["minus"]
     for (algorithm, regime, seed), values in CURVES.items():
@@ -142,7 +142,7 @@ def run(tmp_path):
     return make
 
 
-def test_runs_are_paired_by_seed_and_then_by_what_varies_on_both_sides(run):
+def test_runs_are_paired_by_seed_and_shared_settings(run):
     first = [run(f"a{seed}", seed=seed, optimizer={"learning_rate": 1e-3}) for seed in range(3)]
     second = [run(f"b{seed}", seed=seed, optimizer={"learning_rate": 1e-2}) for seed in range(1, 4)]
     pairs, changed = pair_runs(first, second)
@@ -169,7 +169,7 @@ def test_problems_are_paired_by_question_and_answer(run):
     assert problem_differences([(first[0], second[0])], "evaluation/reward").size == 0
 
 
-def test_a_run_without_an_evaluation_has_no_problems_and_leaves_the_other_pairs(run):
+def test_runs_without_an_evaluation_have_no_problems(run):
     pairs = [(run("a0", [(1, 0)]), run("b0", [(1, 1)])), (run("a1", [(1, 0)]), run("b1"))]
     (pairs[1][1] / "samples" / "after.jsonl").unlink()
     metric = "evaluation/accuracy"
@@ -177,7 +177,7 @@ def test_a_run_without_an_evaluation_has_no_problems_and_leaves_the_other_pairs(
     assert problem_differences(pairs[1:], metric).size == 0
 
 
-def test_a_run_that_goes_on_after_its_end_is_compared_at_its_latest_evaluation(run):
+def test_continued_runs_are_compared_at_their_latest_evaluation(run):
     metric, other = "evaluation/accuracy", run("b", [(1, 1)], step=8)
     ended = run("a", [(1, 1)], step=4)
     assert problem_differences([(ended, other)], metric) == [0]

@@ -16,7 +16,7 @@ from recjax.analysis.samples import majority_at_k, pass_at_k, results, sizes
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])
-def test_pass_at_k_is_the_share_of_subsets_with_an_accurate_sample(samples):
+def test_pass_at_k_equals_enumerated_subsets(samples):
     for accurate, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         outcomes = [number < accurate for number in range(samples)]
         share = np.mean([any(chosen) for chosen in itertools.combinations(outcomes, k)])
@@ -69,7 +69,7 @@ def test_majorities_checked_by_hand(votes, right, expected, reason):
     np.testing.assert_allclose(found, expected, atol=1e-12, err_msg=reason)
 
 
-def test_majority_of_many_samples_is_finite_and_right_where_it_is_known():
+def test_majority_of_many_samples_is_finite_and_right():
     votes = [str(number // 2) for number in range(100)]  # fifty answers, two samples each
     np.testing.assert_allclose(majority_at_k(votes, [vote == "7" for vote in votes]), 1 / 50, rtol=1e-9)
 
@@ -157,7 +157,7 @@ def test_the_best_constant_answer_is_counted_by_problem():
     assert results(rows)["constant_answer"] == {"answer": "1", "share": 2 / 3}
 
 
-def test_a_single_problem_has_no_interval_and_a_missing_answer_no_vote():
+def test_a_single_problem_has_no_interval():
     found = results(table([[1, 0]], parsed=[None, "wrong"]))["metrics"]
     assert found["accuracy"] == {"value": 0.5, "low": None, "high": None}
     assert found["completion_length/median"]["low"] is None

@@ -483,7 +483,7 @@ FAULTS = {
         "recjax/tasks/prompts.py",
         "default_rng([seed, 1, epoch])",
         "default_rng([seed, 1])",
-        ("tests/tasks/test_prompts.py::test_every_problem_comes_once_an_epoch_in_an_order_of_its_own",),
+        ("tests/tasks/test_prompts.py::test_each_epoch_shuffles_all_problems",),
     ),
     "tasks-thoughts-hold-answers": Fault(
         "an answer inside thoughts counts as the answer",
@@ -606,7 +606,7 @@ FAULTS = {
         "recjax/analysis/samples.py",
         "return (ways - math.comb(samples - accurate, k)) / ways",
         "return 1 - (1 - accurate / samples) ** k",
-        ("tests/analysis/test_samples.py::test_pass_at_k_is_the_share_of_subsets_with_an_accurate_sample",),
+        ("tests/analysis/test_samples.py::test_pass_at_k_equals_enumerated_subsets",),
     ),
     # --- Experiments.
     "own-loop-sampler-always-fresh": Fault(
@@ -630,7 +630,7 @@ FAULTS = {
         "recjax/analysis/compare.py",
         "values.tail(last)",
         "values.head(last)",
-        ("tests/analysis/test_compare.py::test_the_end_the_whole_and_the_fall_of_each_run",),
+        ("tests/analysis/test_compare.py::test_final_mean_and_fall_of_each_run",),
     ),
 }
 

@@ -69,7 +69,7 @@ def test_verl_calls_the_reward_with_one_completion():
     assert names["compute_score"](solution_str="So 0.5.", **row, reward_router_address=None) == 0.0
 
 
-def test_a_box_in_thoughts_that_a_text_prompt_opened_is_no_answer():
+def test_a_box_in_a_prompts_open_thoughts_counts_nothing():
     replies = [r"\boxed{5}", r"\boxed{4}</think>\boxed{5}", r"\boxed{5}"]
     assert math_reward(replies, ["5"] * 3, prompts=["a<think>\n", "a<think>\n", "a"]) == [0.0, 1.0, 1.0]
 

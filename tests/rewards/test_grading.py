@@ -117,7 +117,7 @@ def gone_within(group, seconds):
     return not alive(group)
 
 
-def test_leaving_ends_every_process_at_once_even_while_one_hangs(faulty):
+def test_leaving_ends_hanging_processes_at_once(faulty):
     with pytest.raises(KeyboardInterrupt):
         with Grading(CONFIG, load_reward("faulty")) as grading:
             assert submitted(grading, ["a"]).result().rewards == [1]
@@ -147,7 +147,7 @@ def test_a_killed_training_process_leaves_nothing_behind():
     assert gone_within(group, 5)
 
 
-def test_a_grading_process_that_dies_is_an_error_and_not_a_hang(faulty):
+def test_a_dying_grading_process_is_an_error(faulty):
     with Grading(CONFIG, load_reward("faulty")) as grading:
         assert submitted(grading, ["a"]).result().rewards == [1]
         os.killpg(grading._workers._program.pid, signal.SIGKILL)
@@ -193,13 +193,13 @@ def test_thoughts_that_the_prompt_opened_are_no_answer():
         assert grading.parsed(["5", "so</think>5"], ["<think>"] * 2) == [None, "5"]
 
 
-def test_the_tag_of_the_prompt_is_not_counted_as_the_completions():
+def test_a_prompts_tag_is_not_counted_as_the_completions():
     with Grading(PATIENT, load_reward("math")) as grading:
         rows = [Answered("<think>", "</think>" + " " * 4_983 + r"\boxed{5}", "5", {}, 1)]
         assert len(rows[0].completion) == 5_000 and grading.submit(rows).result(timeout=60).rewards == [1]
 
 
-def test_a_weight_of_no_part_is_refused_at_the_start():
+def test_weights_of_unknown_parts_are_refused_at_start():
     with pytest.raises(
         ValueError, match=r"task.reward_weights.fromat: the reward gsm8k has the parts accuracy, format, length"
     ):
@@ -262,7 +262,7 @@ async def judged_in_turn(prompts, completions, answers):
     return await asyncio.gather(*map(one, completions))
 
 
-def test_what_a_module_holds_works_in_every_batch_and_every_run():
+def test_module_state_works_in_every_batch_and_run():
     own_rewards.known_parts(custom(judged_in_turn), Answered("", "", "", {}, 0))
     for _ in range(2):
         with Grading(CONFIG, custom(judged_in_turn)) as grading:
@@ -303,7 +303,7 @@ def unjudged(prompts, completions, answers):
 
 
 @pytest.mark.parametrize("workers", [False, *slow(True)])
-def test_none_in_all_parts_is_no_reward_and_none_in_one_part_adds_nothing(workers):
+def test_none_in_all_parts_is_no_reward(workers):
     def scores(function, completions, **weights):
         if workers:
             return scores_of(load_reward("python:own", weights, function=function), completions, PATIENT)
@@ -370,7 +370,7 @@ KINDS = {  # the function or its name, and the parts that it returns
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, "numbers", "part score"))
-def test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong(kind, monkeypatch):
+def test_shaping_parts_change_no_verdict(kind, monkeypatch):
     function, parts = KINDS[kind]
     # A classifier's scores are numbers of a batch, as this function's are.
     monkeypatch.setattr(reward_module, "_REWARD_MODEL", HERE + "has_5_model")
@@ -392,7 +392,7 @@ def test_nothing_that_shapes_a_reward_makes_an_answer_right_or_wrong(kind, monke
     assert len(paid) == len(settings), "the rewards differ"
 
 
-def test_a_completion_that_could_not_be_graded_is_not_accurate():
+def test_ungraded_completions_are_not_accurate():
     config = CONFIG.model_copy(update={"task": TaskConfig(success=-1.0)})
     scores = scores_of(load_reward("python:own", function=has_5), ["5", "x" * 5_001], config)
     assert (scores.rewards.tolist(), scores.accurate.tolist()) == ([1, 0], [True, False])
@@ -532,7 +532,7 @@ def test_parts_that_change_between_batches_are_refused():
         ("def scores(): ...\n", r"broken has no function 'score'; did you mean 'scores'\?$"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_one_error_with_the_users_own_lines(tmp_path, monkeypatch, text, reason):
+def test_a_failed_import_shows_the_users_own_lines(tmp_path, monkeypatch, text, reason):
     (tmp_path / "broken.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=f"task.reward = 'broken:score': .*{reason}") as error:
@@ -560,7 +560,7 @@ def fails_on_b(prompts, completions, answers):
     return list(map(known, completions))
 
 
-def test_an_async_reward_is_asked_again_and_has_its_time(monkeypatch, caplog):
+def test_async_rewards_are_retried_within_their_time(monkeypatch, caplog):
     monkeypatch.setattr(own_rewards, "FIRST_WAIT", 0.01)
     asked = []
 
@@ -650,7 +650,7 @@ def test_weights_that_make_rewards_infinite_are_refused():
         scores_of(custom(shares, score=1e20), ["abcd"])
 
 
-def test_a_module_that_ends_the_program_on_its_import_is_an_error(tmp_path, monkeypatch):
+def test_a_module_that_exits_on_import_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "leaves_at_once.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
@@ -659,7 +659,7 @@ def test_a_module_that_ends_the_program_on_its_import_is_an_error(tmp_path, monk
         load_reward("leaves_at_once:f")
 
 
-def test_a_weight_of_no_part_is_refused_at_first_use():
+def test_weights_of_unknown_parts_are_refused_at_first_use():
     with pytest.raises(ValueError, match=r"task.reward_weights.poilte: .*parts has the parts brief, polite, length"):
         scores_of(custom(parts, poilte=1.0), ["a"])
 

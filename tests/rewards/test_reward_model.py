@@ -120,7 +120,7 @@ def test_grading_gives_the_model_the_problems_messages(tmp_path):
         ),
     ],
 )
-def test_other_models_are_refused_by_name_before_weights_are_read(tmp_path, monkeypatch, changes, reason):
+def test_other_models_are_refused_before_weights_load(tmp_path, monkeypatch, changes, reason):
     fields = {
         **{"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}},
         **{"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "head_dim": 4},

@@ -102,7 +102,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("gold", [*slow("answer"), "solution"])
 @pytest.mark.parametrize("signature", campaign_except(SIGNATURES, *[*SIGNATURES][::4], *[*SIGNATURES][-1:]))
-def test_a_function_gets_the_lists_that_its_signature_asks_for(tmp_path, monkeypatch, signature, gold):
+def test_functions_get_the_lists_in_their_signature(tmp_path, monkeypatch, signature, gold):
     rows = [row | {gold: answer} for row, answer in zip(ROWS, ("ABC", "X"), strict=True)]
     texts = {"first": ("first", "abc"), str(CHAT): ("rendered", "x")}
     expected = {}

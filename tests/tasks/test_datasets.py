@@ -89,7 +89,7 @@ def rows_of(*values):
     return [FileRow(value, f"data: row {place}") for place, value in enumerate(values)]
 
 
-def test_gsm8k_is_read_from_a_folder_laid_out_as_on_the_hub(tmp_path):
+def test_gsm8k_is_read_from_a_hub_folder(tmp_path):
     write(tmp_path / "main/train-00000-of-00001.parquet", gsm8k_rows(9))
     write(tmp_path / "main/test-00000-of-00001.parquet", gsm8k_rows(12, start=8))
     write(tmp_path / "socratic/train-00000-of-00001.parquet", [{"question": "other", "answer": "#### 0"}])
@@ -166,7 +166,7 @@ def test_math_trains_on_solutions_and_is_evaluated_on_answers(tmp_path):
     ("answer", "expected"),
     [(None, "2"), ("", "2"), (float("nan"), "2"), (3, "3"), (0, "0"), (3.0, "3"), (1e-7, "0.0000001"), ("3", "3")],
 )
-def test_math_rows_may_lack_their_answer_or_have_a_number(answer, expected):
+def test_math_rows_may_have_numbers_or_no_answer(answer, expected):
     row = {"problem": "p", "solution": r"\boxed{2}", "answer": answer, "level": 5.0}
     (problem,) = mathematics.math_problems(rows_of(row))
     assert (problem.answer, problem.difficulty) == (expected, "level 5")
@@ -201,7 +201,7 @@ def test_guru_keeps_the_rows_messages(tmp_path):
     assert problems[1].columns == {"data_source": "math__merged"}
 
 
-def test_toolace_asks_for_every_turn_of_calls_with_its_history():
+def test_toolace_asks_for_every_call_with_its_history():
     problems = toolace.toolace_problems(rows_of(*TOOLACE_ROWS))
     calls = [json.loads(problem.answer) for problem in problems]
     trends = {"name": "Market Trends API", "arguments": {"country": "it's, (here)", "days": [1, -2]}}
@@ -293,11 +293,11 @@ def test_function_names_are_free(name):
         "[f(a=" + "(" * 500 + ")" * 500 + ")]",
     ],
 )
-def test_what_is_no_list_of_calls_is_not_parsed_and_never_run(text):
+def test_texts_without_calls_are_never_run(text):
     assert parse_calls(text) is None
 
 
-def test_toolace_leaves_out_calls_that_cannot_be_parsed_and_keeps_them_in_the_history():
+def test_toolace_keeps_unparsable_calls_only_in_the_history():
     turns = [
         {"from": "user", "value": "Go."},
         {"from": "assistant", "value": "[f(a=unquoted text)]"},
@@ -390,7 +390,7 @@ def test_a_damaged_folder_is_named_with_what_was_sought(tmp_path):
         task_of(tmp_path, "task=gsm8k", f"task.gsm8k.train={tmp_path}/missing.jsonl")
 
 
-def test_one_kind_of_file_is_read_of_a_folder_that_has_several(tmp_path):
+def test_one_kind_of_file_is_read_per_folder(tmp_path):
     write(tmp_path / "train.jsonl", gsm8k_rows(8))
     write(tmp_path / "train.jsonl.gz", gsm8k_rows(8))
     write(tmp_path / "train_info.json", {"rows": 8})
@@ -400,7 +400,7 @@ def test_one_kind_of_file_is_read_of_a_folder_that_has_several(tmp_path):
     assert len(task.train) == 6 and len(task.evaluation) == 2
 
 
-def test_a_hub_that_cannot_be_reached_leads_to_a_local_folder(tmp_path, monkeypatch):
+def test_an_unreachable_hub_leads_to_a_local_folder(tmp_path, monkeypatch):
     def unreachable(*arguments, **options):
         raise OSError("no network\nmore")
 

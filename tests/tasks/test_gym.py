@@ -31,7 +31,7 @@ def in_this_process(monkeypatch):
 
 
 @pytest.mark.slow
-def test_problems_are_the_same_every_time_and_none_comes_twice():
+def test_problems_are_reproducible_and_distinct():
     config = task("ransom_note", options={"max_note_length": 3})  # walks through sets
     problems = gym_problems(config, 50, seed=0)
     assert gym_problems(config, 50, seed=0) == problems

@@ -46,7 +46,7 @@ def drawn(batches, train, **options):
     return [[(problem.task, int(problem.prompt)) for problem in problems] for problems in taken]
 
 
-def test_a_batch_has_its_expected_number_of_each_task_rounded_at_random():
+def test_batches_have_each_tasks_expected_number_on_average():
     batches = drawn(400, prompts(products=20, sums=30))
     counts = np.array([sum(task == "sums" for task, _ in batch) for batch in batches])
     assert {*counts.tolist()} == {4, 5} and all(len(batch) == 7 for batch in batches)  # 5/8 of 7 is 4.375
@@ -62,14 +62,14 @@ def test_a_batch_has_its_expected_number_of_each_task_rounded_at_random():
     assert [(problem.task, int(problem.prompt)) for problem in later] == batches[398]
 
 
-def test_a_mixture_of_one_task_draws_as_the_task_does():
+def test_a_mixture_of_one_draws_like_its_task():
     train, alone = prompts(sums=11), config({"mixture": {"sums": SUMS}})
     for batch in (1, 2, 9):
         mixed = batch_prompts(train, alone, 4, batch).tokens[:, 0]
         np.testing.assert_array_equal(mixed, batch_indices(11, 4, batch, seed=0))
 
 
-def test_a_curriculum_draws_what_is_learnable_and_some_of_all():
+def test_a_curriculum_draws_learnable_and_uniform_problems():
     np.testing.assert_allclose(curriculum_chances(np.array([0, 0.5, 0.25, 1]), 0.2), [0.05, 0.5071, 0.3929, 0.05], 1e-3)
     np.testing.assert_allclose(curriculum_chances(np.zeros(4), 0.0), np.full(4, 0.25))
     train = prompts(products=20, sums=30)
@@ -100,7 +100,7 @@ def delivered(held, number, right, settings, rewards=(1.0,) * 4):
     return held
 
 
-def test_the_queue_follows_pass_rates_of_groups_with_and_without_signal():
+def test_the_queue_follows_all_groups_pass_rates():
     settings, held = queue.settings_of(config({**SUMS, "curriculum": {"newest": 0.25}}, "experience.refill={}")), None
     for number, right, expected in ((1, 4, 1.0), (2, 2, 0.875), (3, 0, 0.65625)):
         rewards = [float(place < right) for place in range(4)]
@@ -109,7 +109,7 @@ def test_the_queue_follows_pass_rates_of_groups_with_and_without_signal():
     assert len(held.ready) == 1  # the group with a signal
 
 
-def test_a_problem_without_a_reward_has_no_pass_rate_until_a_reward_arrives():
+def test_problems_without_rewards_have_no_pass_rate():
     settings, held = queue.settings_of(config({**SUMS, "curriculum": {}})), queue.Queue()
     one_reward = (None, None, None, 1.0)
     for number, right, rewards, expected in (
@@ -128,10 +128,10 @@ def test_a_problem_without_a_reward_has_no_pass_rate_until_a_reward_arrives():
         assert held.rates == expected
 
 
-def test_problems_have_their_tasks_names_and_none_is_held_out_and_trained_on():
+def test_no_mixture_problem_is_trained_and_held_out():
     fewer = {"arithmetic": {"problems": ["1..9 + 1..7"]}}  # other order, so that others are held out
     task = load_task(config({"mixture": {"a": {**SUMS, "weight": 0}, "b": PRODUCTS, "c": fewer}}))
-    assert {problem.task for problem in task.train} == {"b", "c"} and [*task.reward.of] == ["a", "b", "c"]
+    assert {problem.task for problem in task.train} == {"b", "c"} and [*task.reward.rewards] == ["a", "b", "c"]
     assert [problem.task for problem in task.evaluation] == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
     held_out = {problem.prompt for problem in task.evaluation}
     assert held_out.isdisjoint(problem.prompt for problem in task.train)
@@ -161,7 +161,7 @@ def test_settings_that_contradict_a_mixture_are_refused(task, overrides, message
         config(task, *overrides)
 
 
-def test_names_that_would_be_one_metric_and_too_few_problems_are_refused_before_weights_are_read():
+def test_ambiguous_metric_names_are_refused_before_weights_load():
     with pytest.raises(ValueError, match="task.mixture.length: a part of the reward .* has the same name"):
         load_task(config({"mixture": {"length": SUMS, "b": PRODUCTS}}))
     with pytest.raises(ValueError, match=r"the task few has 3 train problems, fewer than .* = 8, times its share 0.5"):
@@ -273,6 +273,6 @@ def test_pass_rates_are_measured_once_and_continued(monkeypatch, tmp_path):
         ({"arithmetic": {}, "reward_seconds": 3.0}, "task.mixture.b.reward_seconds = 3.0"),
     ],
 )
-def test_errors_of_a_task_name_its_keys_in_the_mixture(task, message):
+def test_a_tasks_errors_name_its_mixture_keys(task, message):
     with pytest.raises(ValueError, match=message):
         load_task(config({"mixture": {"a": SUMS, "b": task}}))

@@ -12,7 +12,7 @@ TOKENIZER = character_tokenizer("0123456789+=")
 PROBLEMS = [Problem("1+1=", "2"), Problem("10+10=", "20"), Problem("9=", "9")]
 
 
-def test_prompts_are_padded_on_the_right_and_can_be_taken_in_any_order():
+def test_prompts_are_right_padded_and_taken_in_any_order():
     prompts = encode_problems(PROBLEMS, TOKENIZER, None)
     assert prompts.tokens.shape == (3, 6)
     np.testing.assert_array_equal(prompts.mask.sum(-1), [4, 6, 2])
@@ -23,19 +23,19 @@ def test_prompts_are_padded_on_the_right_and_can_be_taken_in_any_order():
     np.testing.assert_array_equal(taken.tokens, prompts.tokens[[2, 0, 2]])
 
 
-def test_a_prompt_beyond_the_limit_is_refused_with_its_length():
+def test_long_prompts_are_refused_with_their_length():
     assert encode_problems(PROBLEMS, TOKENIZER, 8).tokens.shape == (3, 8)
     with pytest.raises(ValueError, match=r"'10\+10=': has 6 tokens.*max_prompt_tokens = 5"):
         encode_problems(PROBLEMS, TOKENIZER, 5)
 
 
-def test_a_chat_that_ends_with_the_assistants_message_is_refused():
+def test_chats_that_end_with_the_assistant_are_refused():
     problems = [PROBLEMS[0], Problem(chat("", "1+1=", "it is"), "2")]
     with pytest.raises(ValueError, match="prompt 1: the last message is an assistant's, which recjax does"):
         encode_problems(problems, TOKENIZER, None)
 
 
-def test_what_the_template_does_not_write_of_a_history_is_said(caplog):
+def test_message_keys_that_the_template_drops_are_named(caplog):
     tokenizer = character_tokenizer("0123456789+=")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     user, reply = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
@@ -50,7 +50,7 @@ def test_what_the_template_does_not_write_of_a_history_is_said(caplog):
         encode_problems(problems, tokenizer, None)
 
 
-def test_prompts_beyond_the_limit_can_be_left_out_in_the_order_of_the_others():
+def test_long_prompts_can_be_dropped_in_order():
     assert fitting(PROBLEMS, TOKENIZER, 5) == [PROBLEMS[0], PROBLEMS[2]]
     assert fitting(PROBLEMS, TOKENIZER, 6) == PROBLEMS  # the limit itself fits
 
@@ -64,7 +64,7 @@ def test_prompts_beyond_the_limit_can_be_left_out_in_the_order_of_the_others():
         without_long_prompts(task, TOKENIZER, drop.model_copy(update={"max_prompt_tokens": 3}))
 
 
-def test_every_problem_comes_once_an_epoch_in_an_order_of_its_own():
+def test_each_epoch_shuffles_all_problems():
     drawn = np.concatenate([batch_indices(10, 4, batch, seed=3) for batch in range(1, 11)])  # 4 epochs
     epochs = drawn.reshape(4, 10)
     assert (np.sort(epochs, axis=1) == np.arange(10)).all()

@@ -172,7 +172,7 @@ def test_messages_have_openais_format_in_every_kind_of_rows(tmp_path, message, c
 
 
 @pytest.mark.parametrize("text", ['[{"role": 1}, 2]', "[]", '{"role": "user", "content": "x"}', "[" * 10**5, "3"])
-def test_a_text_that_is_no_json_of_messages_stays_a_text(tmp_path, text):
+def test_texts_without_json_messages_stay_texts(tmp_path, text):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text, "answer": "4"}])
     assert file_problems(path, FileTask(train=""))[0].prompt == text
 
@@ -247,7 +247,7 @@ def test_narrow_numbers_have_the_digits_of_their_own_type(tmp_path, monkeypatch,
             assert [as_text(one.columns["struct"]["x"]) for one in found] == texts
 
 
-def test_an_answer_that_the_reward_cannot_read_is_refused_with_the_task(tmp_path):
+def test_unreadable_answers_are_refused_with_the_task(tmp_path):
     rows = [{"prompt": f"question {i}", "answer": i} for i in range(12)]
     bad = [*rows[:7], {"prompt": "odd", "answer": "odd"}, *rows[7:]]
     for reward in ("number_match", "last_number_match"):
@@ -306,7 +306,7 @@ def test_damaged_files_are_named(tmp_path, monkeypatch, name, content, message):
         file_problems(str(tmp_path / name), FileTask(train=""))
 
 
-def test_a_print_of_a_float_has_the_floats_shortest_digits(tmp_path):
+def test_floats_are_written_with_their_shortest_digits(tmp_path):
     texts = {"0.10000000000000001": "0.1", "0.10000000000000000555": "0.1", "0.10000000000000000556": None}
     for printed, digits in texts.items():
         path = write_jsonl(tmp_path / "a.jsonl", [f'{{"prompt": "x", "answer": {printed}}}'])
@@ -344,7 +344,7 @@ def test_the_metadata_of_a_parquet_file_opens_nothing(tmp_path):
     assert file_problems(tmp_path / "a.parquet", FileTask(train=""))[0].columns == {"picture": image}
 
 
-def test_any_column_of_a_parquet_file_may_hold_anything_unless_it_is_read(tmp_path):
+def test_unread_parquet_columns_may_hold_anything(tmp_path):
     columns = {
         "prompt": ["x", "y"],
         "answer": ["1", "2"],
@@ -379,7 +379,7 @@ CALLS_OF_TWO_TOOLS = [
 
 
 @pytest.mark.parametrize("source", ["parquet", "jsonl", "Dataset", "to_list", "DataFrame", "to_dict", "selected"])
-def test_nulls_that_tables_add_reach_no_chat_and_no_tools(tmp_path, monkeypatch, source):
+def test_nulls_of_tables_reach_no_chat_or_tools(tmp_path, monkeypatch, source):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     table = datasets.Dataset.from_list(CALLS_OF_TWO_TOOLS)
     table.to_parquet(tmp_path / "a.parquet")
@@ -524,7 +524,7 @@ def test_parquet_rows_become_problems_and_columns_can_be_named(tmp_path):
         ('{"prompt": "x", "answer": 1e999}', "'answer': must hold text or a number"),
     ],
 )
-def test_a_malformed_row_is_refused_with_file_line_and_reason(tmp_path, row, reason):
+def test_malformed_rows_are_refused_with_file_and_line(tmp_path, row, reason):
     path = write_jsonl(tmp_path / "bad.jsonl", [ROWS[0], row, ROWS[1]])
     with pytest.raises(ValueError) as error:
         file_problems(path, FileTask(train=""))
@@ -543,7 +543,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
             file_problems(str(tmp_path / name), FileTask(train=""))
 
 
-def test_a_question_that_is_held_out_is_not_trained_on(tmp_path):
+def test_held_out_questions_are_not_trained_on(tmp_path):
     rows = [{"prompt": f"question {i % 5}", "answer": i % 5} for i in range(40)]
     task = load_task(load_config(*file_config(tmp_path, rows, "task.file.chat=true")))
     train, held_out = (
@@ -606,7 +606,7 @@ def test_an_answer_that_no_completion_can_equal_is_refused(tmp_path, answer):
         load_task(load_config(*config))
 
 
-def test_a_weight_of_a_part_that_the_function_does_not_return_is_refused_with_the_task():
+def test_weights_of_unknown_parts_are_refused_with_the_task():
     path = "experiments/quickstart.yaml"
     with pytest.raises(ValueError, match="task.reward_weights.scor: the reward recjax.*has the parts score, length"):
         load_task(load_config(path, ["task.reward_weights={scor: 2}"]))
@@ -689,7 +689,7 @@ TOOLS = [
 
 @pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_a_rows_tools_and_variables_go_to_the_chat_template(tmp_path, name, as_text):
+def test_chat_templates_get_a_rows_tools_and_variables(tmp_path, name, as_text):
     chat = [{"role": "user", "content": "1+1?"}]
     own = [(TOOLS, {"enable_thinking": False}), (TOOLS[:1], {"effort": "low"}), (None, None)]
     rows = [
@@ -735,7 +735,7 @@ def test_equal_messages_with_other_tools_are_other_problems(tmp_path):
         ("chat_template_kwargs", {"tools": []}, "by themselves"),
     ],
 )
-def test_a_row_that_gives_the_template_something_else_is_named(tmp_path, column, value, reason):
+def test_rows_with_invalid_template_variables_are_named(tmp_path, column, value, reason):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2", column: value}]
     with pytest.raises(ValueError, match=f"line 2: column '{column}': .*{reason}"):
         file_problems(write_jsonl(tmp_path / "a.jsonl", rows), FileTask(train="", chat=True))
