@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 
 from recjax.errors import UserError
-from recjax.logs.kept_samples import folder_of
+from recjax.logs.kept_samples import samples_folder
 from recjax.runs.folder import is_finished
 from recjax.runs.policies import run_config
 from recjax.runtime.console import command, start
@@ -35,10 +35,10 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
         UserError: the run kept no completions, or a file is damaged.
     """
     rows: list[Any] = [
-        row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")
+        row.values for path in sorted(samples_folder(run).glob("*.jsonl")) for row in read_file(path, "samples")
     ]
     if not rows:
-        raise UserError(folder_of(run), "holds no completions", "set samples.every above 0 and train")
+        raise UserError(samples_folder(run), "holds no completions", "set samples.every above 0 and train")
     return rows
 
 
@@ -86,7 +86,7 @@ def follow(runs: Sequence[Path], output: Path) -> int:
     shown = None
     while True:
         is_over = all(is_finished(run_config(run)) for run in runs)
-        kept = [sorted(path.name for path in folder_of(run).glob("*.jsonl")) for run in runs]
+        kept = [sorted(path.name for path in samples_folder(run).glob("*.jsonl")) for run in runs]
         if is_over or (all(kept) and kept != shown):
             count = write_page(runs, output, follows=not is_over)
             if shown is None and not is_over:

@@ -24,8 +24,8 @@ from recjax.experience.queue import Queue
 from recjax.hub.policy import Policy
 from recjax.logs.log import RunLog
 from recjax.logs.metrics import MetricsWriter, step_bar
-from recjax.logs.signs import Watched, look
 from recjax.logs.tracking import Trackers
+from recjax.logs.warnings import WarningState, new_warnings
 from recjax.models.experts import routing_shapes
 from recjax.models.logprobs import recorded_shapes
 from recjax.models.sampling import NOTHING_RECORDED
@@ -210,11 +210,11 @@ def opened_run(
         if not resumed:
             trackers.log_text("config", f"```yaml\n{to_yaml(config)}```", 0)
         bar = stack.enter_context(step_bar(config.algorithm.preset, config.training.steps, initial=state.step))
-        watched = Watched()
+        warning_state = WarningState()
 
         def watch(row: dict) -> None:
-            nonlocal watched
-            watched, warnings = look(watched, row)
+            nonlocal warning_state
+            warning_state, warnings = new_warnings(warning_state, row)
             for warning in warnings:
                 logger.warning("%s", warning)
             if on_step and asks_to_stop(on_step(row)):

@@ -16,7 +16,7 @@ CLIPPED = ["algorithm.preset=rec_one_side_nois", "algorithm.clip={epsilon_high: 
 
 
 def kept(config) -> dict[int, list[dict]]:
-    files = sorted(kept_samples.folder_of(Path(config.output)).glob("*.jsonl"))
+    files = sorted(kept_samples.samples_folder(Path(config.output)).glob("*.jsonl"))
     return {int(file.stem): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from recjax.analysis.collect import read_folders
 from recjax.logs.metrics import MetricsWriter, read_metrics
-from recjax.logs.signs import steps_of_signs
+from recjax.logs.warnings import warning_steps
 from recjax.plots.style import finish
 from recjax.plots.training import draw_experience, draw_training
 from recjax.samples import sample_page
@@ -125,8 +125,8 @@ def test_a_single_batch_of_two_sources_is_visible(monkeypatch, tmp_path):
 def test_the_picture_says_where_a_run_collapses(monkeypatch, tmp_path):
     changes = [{"effective_sample_size": size, "reward": 0.1 * size} for size in (0.9, *[0.1] * 9)]
     rows = [{"step": step} | ON_POLICY | change for step, change in enumerate(changes, 1)]
-    signs = steps_of_signs(rows)
-    assert signs == {"effective sample size below 0.2": 6} and steps_of_signs(rows[:5]) == {}
+    signs = warning_steps(rows)
+    assert signs == {"effective sample size below 0.2": 6} and warning_steps(rows[:5]) == {}
     panels = drawn(monkeypatch, draw_training, changes, tmp_path, signs)
     assert panels["title"] == "run\nfrom step 6 (dotted line): effective sample size below 0.2"
     for axes in (panels["reward"], panels["entropy of π"]):
