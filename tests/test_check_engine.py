@@ -84,7 +84,7 @@ class Unigrams:
 def checked(config, tmp_path, monkeypatch):
     """A function from a fault of a server to the lines of its check by name."""
 
-    def scores(policy, params, batch, sampling, *_):
+    def scores(policy, params, batch, sampling, *_, layout):
         cold = params["logits"] / sampling.temperature
         return (cold - np.log(np.exp(cold).sum()))[batch.completions]
 
