@@ -152,7 +152,7 @@ def test_each_wrong_server_fails_by_name(checked, fault):
     assert remedy in lines[names[0]].remedy
 
 
-def test_a_server_with_fixed_weights_is_not_promised_a_push(checked):
+def test_a_server_with_fixed_weights_gets_no_push(checked):
     line = checked("takes no weights, rough arithmetic", draws=100)["log-probs"]
     assert line.verdict == FAIL and "other weights than the config's model, or" in line.remedy
 

@@ -569,14 +569,14 @@ FAULTS = {
         "recjax/hub/chat_rendering.py",
         "common | chat_variables | fixed",
         "chat_variables | common | fixed",
-        ("tests/hub/test_chat_templates.py::test_each_chat_has_its_own_variables_before_those_of_the_tokenizer",),
+        ("tests/hub/test_chat_templates.py::test_a_chats_variables_override_the_tokenizers",),
     ),
     "hub-export-replaces-ends": Fault(
         "an export's end-of-sequence ids lack those that its base has",
         "recjax/hub/export.py",
         'options["eos_token_id"] = listed + unlisted',
         'options["eos_token_id"] = unlisted',
-        ("tests/hub/test_export.py::test_stop_ids_join_the_end_of_sequence_ids_in_the_file_that_transformers_reads",),
+        ("tests/hub/test_export.py::test_stop_ids_join_the_exported_end_of_sequence_ids",),
     ),
     # --- Serving.
     "serving-part-of-a-key-is-enough": Fault(

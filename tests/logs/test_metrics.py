@@ -46,7 +46,7 @@ def finite(row: dict) -> dict:
     return {name: value for name, value in row.items() if isinstance(value, dict) or math.isfinite(value)}
 
 
-def test_numbers_that_are_not_finite_are_null_and_their_readers_leave_them_out(tmp_path):
+def test_numbers_that_are_not_finite_become_null(tmp_path):
     path = written(tmp_path)
     rows = [strictly(line) for line in path.read_text().splitlines()]
     assert rows[1]["reward"] is rows[1]["accuracy"] is rows[1]["ratio/q01"] is None and rows[1]["entropy"] == 1.0
@@ -135,7 +135,7 @@ def test_the_picture_says_where_a_run_collapses(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("rewards", [[-7.0, 2.75, 0.5], [1e9, 3e9, 2e9], [0.0, 0.0, 0.0], [-3.0]])
-def test_the_picture_of_a_run_shows_every_reward_beside_its_legend(monkeypatch, tmp_path, rewards):
+def test_a_runs_figure_shows_rewards_beside_its_legend(monkeypatch, tmp_path, rewards):
     changes = [{"reward": reward, "evaluation/reward": reward} for reward in rewards]
     axes = drawn(monkeypatch, draw_training, changes, tmp_path)["reward"]
     low, high = axes.get_ylim()

@@ -78,7 +78,7 @@ def test_all_signs_of_a_run_are_said():
     assert [text.split()[0] for text in texts] == ["steps", "the", "step"]
 
 
-def test_a_run_says_its_signs_once_and_a_command_that_resumes_it_again(tiny, caplog):
+def test_each_command_gives_a_warning_once(tiny, caplog):
     def sample(*arguments):
         return prepared_batch(*arguments, reward=0.0)
 
