@@ -26,7 +26,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, where: str | os.PathLike = "", problem: str = "", remedy: str = "", value: Any = ...):
-        super().__init__(str(where), problem, remedy, value)  # with these arguments, pickle makes the error again
+        super().__init__(str(where), problem, remedy, value)  # pickle makes the error again from these arguments
         self.where = str(where)
         self.problem = problem
         self.remedy = remedy

@@ -130,7 +130,7 @@ def task_label(task: TaskConfig) -> str:
     """A name for the task, its file's name or its generator's name."""
     if task.file:
         path = Path(task.file.evaluation or task.file.train)
-        while glob.has_magic(path.name) and not path.exists():  # a pattern has the name of its folder
+        while glob.has_magic(path.name) and not path.exists():  # a pattern gets its folder's name
             path = path.parent
         return path.stem or "file"
     if task.reasoning_gym:

@@ -29,19 +29,19 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
     """Summary numbers of the completions, by name; a group has only members among `records`."""
     completions = [record.completion for record in records]
     groups = groups_of(records)
-    graded = [completion for completion in completions if completion.grade]
+    grades = [completion.grade for completion in completions if completion.grade]
     whole = [group for group in groups if is_whole(group)]
     with_signal = [group for group in whole if reward_spread(group) > 0]
-    of_several_sources = 0
+    mixed_groups = 0
     for group in groups:
         sources = {completion.source for completion in group.completions}
         if len(sources) > 1:
-            of_several_sources += 1
-    rewards = [completion.grade.reward for completion in graded if completion.grade.reward is not None]
+            mixed_groups += 1
+    rewards = [grade.reward for grade in grades if grade.reward is not None]
     reward = "none yet"
     if rewards:
         reward = f"{np.mean(rewards):.3f} ({min(rewards):g} to {max(rewards):g})"
-    accurate = [completion.grade.accurate for completion in graded if completion.grade.accurate is not None]
+    accurate = [grade.accurate for grade in grades if grade.accurate is not None]
     versions = [completion.policy_version for completion in completions if completion.policy_version is not None]
     lengths = []
     for completion in completions:
@@ -52,10 +52,10 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
         "rows": str(len(completions)),
         "groups": str(len(groups)),
         "group size": _span([len(group.completions) for group in groups]),
-        "pending rows": str(len(completions) - len(graded)),
+        "pending rows": str(len(completions) - len(grades)),
         "groups with a pending row": str(len(groups) - len(whole)),
         "whole groups with signal": f"{len(with_signal)} of {len(whole)}",
-        "groups of several sources": str(of_several_sources),
+        "groups of several sources": str(mixed_groups),
         "reward": reward,
         "accurate": f"{np.mean(accurate):.3f}" if accurate else "not known",
         "policy versions": _span(versions) if versions else "none",

@@ -128,7 +128,7 @@ def listen(host: str, port: int, seconds: float) -> socket.socket:
         raise UserError(
             f"--host {host} --port {port}", error.strerror or str(error), "give another --port, or 0 for any free port"
         ) from error
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it; connections inherit it
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(1000 * seconds, 2**31 - 1)))
     return listening
 

@@ -211,7 +211,7 @@ def write_adapters(
     plain = dataclasses.replace(config, lora=None)
     fused = fused_rows(plain)
     tensors = {}
-    ranks = {}  # by the last part of a module's name
+    ranks = {}  # the keys are the last parts of module names
     modules = _adapted_modules(tensor_names(plain), targets, is_multimodal)
     for (module, index), kernels in modules.items():
         # The adapters of a fused tensor are one of their joint rank, whose second matrix is block-diagonal.

@@ -397,7 +397,7 @@ def decode_each_after(
 ) -> list[str]:
     """The results of `decode_after` for many pairs, in one call of the Rust tokenizer where the tokenizer has one."""
     backend = _backend(tokenizer)
-    alone: dict[int, list[int]] = {}  # by number of the pair
+    alone: dict[int, list[int]] = {}  # the keys are the numbers of the pairs
     if backend is not None:
         for number, (earlier, ids) in enumerate(zip(before, tokens, strict=True)):
             if _decodes_alone(tokenizer, earlier):

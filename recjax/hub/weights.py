@@ -729,7 +729,7 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
             stored[name] = _read(_OpenTensor(file, opened, stored_name), shape).astype(np.float32)
     joint_parameters = _split_experts(stored, fields, plain) if plain.experts else {}
     unread = set(stored)
-    adapters: dict[tuple[str, int], _Factors] = {}  # by kernel, and index in its stack
+    adapters: dict[tuple[str, int], _Factors] = {}  # a key is a kernel and an index in its stack
     for kernel, names in tensor_names(plain).items():
         if not kernel.endswith("/kernel") or _target(kernel) not in _TARGETS:
             continue

@@ -34,7 +34,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk full, quota exceeded, f
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _LEAST_BAR = 10  # characters of a bar that its fields must leave free
 _LONGEST = 10  # characters of a bar's description, so that 80 columns have room for two fields
-LINE_SECONDS = 10.0  # between two lines of a bar without a terminal
+LINE_SECONDS = 10.0  # a bar without a terminal writes lines at this interval
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:

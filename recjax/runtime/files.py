@@ -22,8 +22,9 @@ import xxhash
 from recjax.errors import UserError
 
 MANIFEST = "manifest.json"
-UNREADABLE = "recjax.unreadable"  # only key of an object in place of a cell that recjax cannot hold; the value says why
-_BLOCK = 2**20  # bytes read at a time
+# An object with only this key replaces a cell that recjax cannot store; its value is the reason.
+UNREADABLE = "recjax.unreadable"
+_BLOCK = 2**20  # a checksum reads so many bytes at a time
 _THREADS = 8
 
 

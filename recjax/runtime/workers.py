@@ -31,8 +31,8 @@ from recjax.errors import UserError
 from recjax.runtime.streams import outlast_readers
 
 _LOOK_SECONDS = 0.25  # time between two looks for the process that started the program
-_MOST_CALLS = 16  # that a worker gets at once
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_MOST_CALLS = 16  # a worker gets at most so many calls at once
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h defines it
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -159,7 +159,7 @@ class Workers:
         self._program: subprocess.Popen | None = None
         self._control: socket.socket | None = None
 
-    held: Any = None  # in a worker, the object of the argument `held`
+    held: Any = None  # a worker has the object of the argument `held` here
     loading = False  # True in the program while it imports its modules
 
     def __enter__(self) -> "Workers":
@@ -350,7 +350,7 @@ def _keep_worker(descriptor: int, memory: int | None) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         _set_process(_PR_SET_CHILD_SUBREAPER, 1)
-        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # for a program that is killed without its children
+        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # the program may be killed without its children
         worker = os.fork()
         if worker == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
