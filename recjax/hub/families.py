@@ -124,7 +124,7 @@ FAMILIES = {
 # Families with rotary settings for each layer type.
 BY_LAYER = ("gemma3_text", "olmo3")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# Families that people ask for → what the decoder lacks for them.
+# Family that users ask for → missing features of the decoder.
 MISSING = {
     "gpt_oss": "attention sinks, biases, a clamped activation and MXFP4 weights",
     "mistral4": "latent attention (MLA)",

@@ -300,7 +300,7 @@ def _groups_with_equal_rewards(batch: Batch, completions: np.ndarray) -> np.ndar
 
 
 def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | None]]) -> dict[str, float]:
-    """The mean accuracy and reward of each task of a mixture, and of each seat of agents.
+    """The mean accuracy and reward of each task in a mixture, and of each agent seat.
 
     A name has no accuracy if a completion has no verdict, and no reward if no completion has one.
 

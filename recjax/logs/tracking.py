@@ -37,7 +37,7 @@ if _hides_torch:
 logger = logging.getLogger(__name__)
 
 NAME = "tracking.json"
-MOST_WAITING = 10_000  # rows that a tracker may be behind; a slower tracker gets no further rows
+MOST_WAITING = 10_000  # a tracker with more waiting rows gets no further rows
 LAST_SECONDS = 60.0  # longest wait for a tracker at the end of a run
 MOST_ROWS = 64  # completions of one table
 MOST_TEXTS = 8  # completions of one text of TensorBoard

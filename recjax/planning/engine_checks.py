@@ -1,4 +1,4 @@
-"""Checks of another server as the engine of a run: tokens, log-probs, sampling, ends, weights and speed."""
+"""Checks of a server as a run's engine: tokens, log-probs, sampling, end tokens, weights and speed."""
 
 import statistics
 import time

@@ -113,7 +113,7 @@ def sampling_executables(
     programs = []
     run_copy = 0
     if plan.moved:
-        # The weights move one array after another, from the run's mesh to the sampling mesh.
+        # The weights move array by array, from the run's mesh to the sampling mesh.
         moved_weights = laid_out_by_rules(plan.mesh, weights)
         run_copy = bytes_on_device(weights)
         held = run_copy

@@ -33,7 +33,7 @@ FAULT = "this is a fault of recjax; please report it with the traceback"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk full, quota exceeded, file too large
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _LEAST_BAR = 10  # characters of a bar that its fields must leave free
-_LONGEST = 10  # characters of a bar's description, so that 80 columns have room for two fields
+_LONGEST = 10  # with so many characters of a bar's description, 80 columns still show two fields
 LINE_SECONDS = 10.0  # a bar without a terminal writes lines at this interval
 
 

@@ -144,7 +144,7 @@ def _receive_calls(coordinator: str, processes: int) -> None:
                 calls.append(stack.enter_context(listener.accept()[0]))
                 calls[-1].settimeout(5)
                 number, count = map(int, calls[-1].recv(100).split())
-            except (OSError, ValueError):  # nobody called, or another program did
+            except (OSError, ValueError):  # nobody called, or a different program did
                 names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} of {processes}"
                 logger.info("waiting for %s", names)
                 listener.settimeout(NOTICE_SECONDS)
@@ -197,7 +197,7 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
 
 @contextlib.contextmanager
 def connected(coordinator: str | None, processes: int | None, process_id: int | None) -> Iterator[None]:
-    """A context for the processes of a command: they connect first, and a process that loses another one ends at once.
+    """A context for a command's processes: they connect first, and if one is lost, the others end at once.
 
     Args:
         (all): see `connect_processes`.
@@ -207,7 +207,8 @@ def connected(coordinator: str | None, processes: int | None, process_id: int | 
         yield
         return
     name = f"error: process {jax.process_index()} of {jax.process_count()}"
-    # Without process 0, JAX aborts the others, and no code of theirs runs. This small process then says why.
+    # Without process 0, JAX aborts the other processes before their code runs. This small process then prints the
+    # reason.
     reporter = subprocess.Popen(
         [sys.executable, "-ISc", _REPORTER, f"{name} ended without a message of its own; it probably {_LOST}"],
         stdin=subprocess.PIPE,

@@ -95,7 +95,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more calls, and cancels those that have not begun; calls that have begun are not waited for."""
+        """Takes no more calls, and cancels calls that have not started; it does not wait for active calls."""
         with self._changing:
             self._closed = True
             with contextlib.suppress(queue.Empty):
@@ -385,7 +385,7 @@ def _end_descendants(root: int) -> None:
         if not running:
             return
         for pid in running:
-            with contextlib.suppress(OSError):  # it has already ended, or belongs to another user
+            with contextlib.suppress(OSError):  # it has already ended, or belongs to a different user
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
