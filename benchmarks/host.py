@@ -76,7 +76,7 @@ TIMED = {
         "queue_metrics": "metrics",
         "padding_waste": "metrics",
     },
-    kept_samples: {"keep": "log"},
+    kept_samples: {"save": "log"},
     MetricsWriter: {"hold": "log", "settle": "log"},
     learner: {"choose_layout": "layout"},
     StoreSource: {"write_record": "record"},

@@ -11,7 +11,7 @@ IS_COMMAND = dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m",
 if IS_COMMAND:
     from recjax.runtime.memory import prepare_host_memory
 
-    prepare_host_memory()  # in commands, before JAX starts threads
+    prepare_host_memory()  # JAX has not started threads yet
 
 # libtpu, which compile_check needs on machines without a TPU, would take time there in every process that uses JAX, and
 # would write messages. These are the device files of TPUs, NVIDIA's GPUs and AMD's GPUs.

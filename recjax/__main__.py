@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recjax.examples import example_names
 
-# In the order in which one meets them.
+# A user meets them in this order.
 COMMANDS = (
     "train",
     "evaluate",
@@ -43,9 +43,11 @@ def main() -> None:
         print(overview())
         return
     if name not in COMMANDS:
+        problem = f"{name!r} is not a command of recjax"
         nearest = difflib.get_close_matches(name, COMMANDS)
-        meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-        sys.exit(f"error: {name!r} is not a command of recjax{meant}; recjax --help lists the commands")
+        if nearest:
+            problem += f"; did you mean {' or '.join(nearest)}?"
+        sys.exit(f"error: {problem}; recjax --help lists the commands")
     # A process of its own finds modules of the user in the current folder, as with python -m, and recjax prepares
     # memory before its imports.
     os.execv(sys.executable, [sys.executable, "-m", f"recjax.{name}", *sys.argv[2:]])
@@ -53,9 +55,11 @@ def main() -> None:
 
 def overview() -> str:
     """The commands with a line each, and the names of the example configs."""
-    lines = [f"  {name:{_WIDTH}}  {first_line(name)}" for name in COMMANDS]
-    examples = ", ".join(example_names())
-    return "\n".join([*__doc__.splitlines(), "", "Commands:", *lines, "", f"Examples for --config: {examples}"])
+    lines = __doc__.splitlines()
+    lines += ["", "Commands:"]
+    lines += [f"  {name:{_WIDTH}}  {first_line(name)}" for name in COMMANDS]
+    lines += ["", f"Examples for --config: {', '.join(example_names())}"]
+    return "\n".join(lines)
 
 
 def first_line(name: str) -> str:

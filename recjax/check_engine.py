@@ -46,22 +46,30 @@ def check_server(
     Raises:
         UserError: the config is invalid, or the server does not answer.
     """
-    checkpoint = next((text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")), None)
-    overrides = [text for text in arguments if not text.startswith("checkpoint=")]
-    run = load_config(path, [*overrides, f"rollout.engine.url={url}"])
+    checkpoint = None
+    overrides = []
+    for argument in arguments:
+        if not argument.startswith("checkpoint="):
+            overrides.append(argument)
+        elif checkpoint is None:
+            checkpoint = argument.removeprefix("checkpoint=")
+    overrides.append(f"rollout.engine.url={url}")
+    run = load_config(path, overrides)
     config = check_config(run)
     with jax.set_mesh(make_mesh(config.mesh)):
         opened = open_policy(checkpoint, config)
         lines = []
         print("what | measured | limit | verdict | remedy")
-        needs_weights = not (run.regime.offline or run.model.lora)  # these runs need no push of whole weights
+        # Runs of these kinds push no complete weights.
+        needs_weights = not (run.regime.offline or run.model.lora)
         for line in EngineCheck(config, opened, needs_weights, pushes, draws).lines():
             # Line by line, as a check may take seconds, and wide cells read badly in a table.
             print(" | ".join(line), flush=True)
             lines.append(line)
     assert config.rollout.engine is not None
     shutil.rmtree(str(config.rollout.engine.folder), ignore_errors=True)
-    print(f"{url} is {'no' if any(line.verdict == FAIL for line in lines) else 'an'} exact engine of {path}")
+    fails = any(line.verdict == FAIL for line in lines)
+    print(f"{url} is {'no' if fails else 'an'} exact engine of {path}")
     return lines
 
 

@@ -39,7 +39,7 @@ from recjax.runtime.console import command, start
 FLAGS = flags.FLAGS
 
 
-def folders_of(source: str) -> list[Path]:
+def run_folders(source: str) -> list[Path]:
     """The run or evaluation folders that a path or a pattern names, themselves or as folders in it.
 
     Raises:
@@ -47,11 +47,19 @@ def folders_of(source: str) -> list[Path]:
     """
 
     def has_numbers(folder: Path) -> bool:
-        return any((folder / name).is_file() for name in ("metrics.jsonl", "samples.parquet"))
+        return (folder / "metrics.jsonl").is_file() or (folder / "samples.parquet").is_file()
 
-    named = [Path(path) for path in ([source] if Path(source).is_dir() else sorted(glob.glob(source)))]
-    inner = [[path] if has_numbers(path) else sorted(filter(has_numbers, path.glob("*"))) for path in named]
-    if not (folders := [folder for group in inner for folder in group]):
+    if Path(source).is_dir():
+        named = [Path(source)]
+    else:
+        named = [Path(path) for path in sorted(glob.glob(source))]
+    folders: list[Path] = []
+    for path in named:
+        if has_numbers(path):
+            folders.append(path)
+        else:
+            folders += sorted(inner for inner in path.glob("*") if has_numbers(inner))
+    if not folders:
         raise UserError(
             f"{source!r}", "no run or evaluation there", "name folders with metrics.jsonl or samples.parquet"
         )
@@ -70,7 +78,8 @@ def verdict(metric: str, differences: np.ndarray, first: str, second: str) -> st
         difference = f"{second} minus {first} in {metric.rstrip(',')}"
         return f"No verdict: {difference}: {numbers}. A verdict needs {MIN_SEEDS} seeds."
     if sign_flip_p(differences) <= LEVEL:
-        return f"{second} has {'higher' if differences.mean() > 0 else 'lower'} {metric} than {first}: {numbers}."
+        direction = "higher" if differences.mean() > 0 else "lower"
+        return f"{second} has {direction} {metric} than {first}: {numbers}."
     return f"No difference between {first} and {second} in {metric} is shown: {numbers}."
 
 
@@ -83,14 +92,17 @@ def problems_verdict(metric: str, differences: np.ndarray, first: str, second: s
     """
     low, high = student_interval(differences)
     numbers = f"{differences.mean():.3f} ({low:.3f} to {high:.3f}), {len(differences)} problems"
-    relation = f"No difference between {first} and {second} in {metric} is shown"
-    if low > 0 or high < 0:
-        relation = f"{second} has {'higher' if low > 0 else 'lower'} {metric} than {first}"
+    if low > 0:
+        relation = f"{second} has higher {metric} than {first}"
+    elif high < 0:
+        relation = f"{second} has lower {metric} than {first}"
+    else:
+        relation = f"No difference between {first} and {second} in {metric} is shown"
     return f"{relation}: {numbers}. This holds for these two policies; other seeds may differ."
 
 
 def plan_words(differences: np.ndarray, smallest: float) -> str:
-    """How many seeds show a difference of a size, by the spread of a pilot's differences.
+    """How many seeds show a difference of this size, by the spread of a pilot's differences.
 
     Raises:
         UserError: the pilot has one seed, or the difference needs too many seeds.
@@ -111,13 +123,12 @@ def main(argv: list[str]) -> None:
     if len(argv) != 3 or argv[1] == argv[2]:
         raise UserError(problem="give two runs, sweeps or evaluations: python -m recjax.compare A B")
     first, second = argv[1:]
-    pairs, changed = pair_runs(folders_of(first), folders_of(second))
-    # A label begins with the seed, unless the only pair has different seeds.
-    sides = [
-        ({"side": side, SEED: label.partition(", ")[0], "pair": label}, folder)
-        for label, pair in pairs.items()
-        for side, folder in zip(argv[1:], pair, strict=True)
-    ]
+    pairs, changed = pair_runs(run_folders(first), run_folders(second))
+    sides = []
+    for label, pair in pairs.items():
+        seed = label.partition(", ")[0]  # a label starts with the seed, unless the only pair has different seeds
+        for side, folder in zip(argv[1:], pair, strict=True):
+            sides.append(({"side": side, SEED: seed, "pair": label}, folder))
     table = metrics_of(sides)
     metric = FLAGS.metric or held_out_metric(table)
     check_metrics(table, [metric], "--metric")
@@ -136,13 +147,11 @@ def main(argv: list[str]) -> None:
         print(problems_verdict(f"{words} at the latest evaluation", problems, first, second))
     if FLAGS.plan is not None:
         print(plan_words(differences, FLAGS.plan))
-    differences_in_words = [
-        *changed,
-        *resumed_changes(pairs.values()),
-        *differing_steps(pairs.values(), metric),
-        *differing_bases(pairs),
-    ]
-    for setting in differences_in_words:
+    differing_settings = list(changed)
+    differing_settings += resumed_changes(pairs.values())
+    differing_settings += differing_steps(pairs.values(), metric)
+    differing_settings += differing_bases(pairs)
+    for setting in differing_settings:
         print(f"differs: {setting}")
 
     def draw_problems(axes: Axes) -> None:
@@ -152,7 +161,8 @@ def main(argv: list[str]) -> None:
 
     difference = f"{metric} − {first}"
     output = Path(FLAGS.output)
-    table = table.assign(panel="", **{difference: minus_line(table, "side", first, metric)})
+    table = table.assign(panel="")
+    table[difference] = minus_line(table, "side", first, metric)
     extra_panels = [draw_problems] if len(problems) > 1 else []
     figure = draw_curves(table, "side", "panel", [metric, difference], band=band, more=extra_panels)
     save_figure(figure, output)

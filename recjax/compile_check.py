@@ -81,7 +81,8 @@ def check(path: str, topology: str, overrides: list[str], memory: float | None =
     console.print(f"does not fit {topology}: {' and '.join(sorted(too_large))}")
     for change, cost in smaller(planned.config, planned.prompt_tokens, planned.mesh, too_large):
         console.print(f"needs less memory: {change} ({cost})")
-    if larger := larger_slices(topology):
+    larger = larger_slices(topology)
+    if larger:
         console.print(f"the next larger topology is {larger[0]}")
     return 1
 
@@ -91,18 +92,29 @@ def compiled_items(planned: Plan, programs: dict[str, Program]) -> list[Item]:
 
     The compiler states the temporaries; for a backend that does not, they are the estimate of a dry run.
     """
-    sizes = planned.config, planned.model, planned.prompt_tokens, planned.mesh
-    items = resident_items(planned.config, planned.model, planned.mesh)
+    config = planned.config
+    model = planned.model
+    mesh = planned.mesh
+    items = resident_items(config, model, mesh)
     free = planned.target.memory - sum(item.bytes for item in items)
     for name, program in programs.items():
-        estimates = sampling_items(*sizes, free, planned.target.devices[0].platform) if name == "sample" else []
+        estimates = []
+        if name == "sample":
+            platform = planned.target.devices[0].platform
+            estimates = sampling_items(config, model, planned.prompt_tokens, mesh, free=free, platform=platform)
         if program.temporaries is None:
-            items += estimates or [item._replace(phase=name) for item in update_items(*sizes)[0]]
+            if not estimates:
+                update, _ = update_items(config, model, planned.prompt_tokens, mesh)
+                estimates = [item._replace(phase=name) for item in update]
+            items += estimates
             continue
-        items += [item for item in estimates if item.name == CAST]  # an argument of the program
-        parts = ", ".join(f"{item.name} {item.bytes / GIB:.3f}" for item in estimates if item.name != CAST)
-        source = "at least, as the compiler refuses the program" if program.refusal else "XLA's memory analysis"
-        formula = f"{source}; of these, by formula: {parts}" if parts else source
+        items += [item for item in estimates if item.name == CAST]  # the program gets it as an argument
+        formula = "XLA's memory analysis"
+        if program.refusal:
+            formula = "at least, as the compiler refuses the program"
+        parts = [f"{item.name} {item.bytes / GIB:.3f}" for item in estimates if item.name != CAST]
+        if parts:
+            formula += f"; of these, by formula: {', '.join(parts)}"
         items.append(Item(name, "temporaries", formula, program.temporaries))
     return items
 

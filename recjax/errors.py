@@ -5,15 +5,15 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: a config, a flag, a file, a program or an argument.
+    """A mistake in the user's input: a config, a flag, a file, a program or an argument.
 
     Commands print its text in one line, without a traceback. The text consists of the fields that are given:
     `WHERE = VALUE: PROBLEM; REMEDY`.
 
     Args:
         where: key, argument or flag, or file with the row; its container comes first, as in "data.jsonl: line 3".
-        problem: what is wrong.
-        remedy: what the user can do.
+        problem: the mistake.
+        remedy: the user's next step.
         value: the wrong value; `...` if the text should show none.
 
     Examples:
@@ -26,7 +26,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, where: str | os.PathLike = "", problem: str = "", remedy: str = "", value: Any = ...):
-        super().__init__(str(where), problem, remedy, value)  # with these arguments, pickle makes the error again
+        super().__init__(str(where), problem, remedy, value)  # pickle makes the error again from these arguments
         self.where = str(where)
         self.problem = problem
         self.remedy = remedy

@@ -63,15 +63,21 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     Raises:
         UserError: there are several checkpoints, or an `output=` override.
     """
-    checkpoints = [text.partition("=")[2] for text in arguments if text.startswith("checkpoint=")]
-    overrides = [text for text in arguments if not text.startswith("checkpoint=")]
+    checkpoints = []
+    overrides = []
+    for argument in arguments:
+        if argument.startswith("checkpoint="):
+            checkpoints.append(argument.removeprefix("checkpoint="))
+        else:
+            overrides.append(argument)
     if len(checkpoints) > 1:
         raise UserError(problem=f"found {len(checkpoints)} values of checkpoint=", remedy="give one")
     if any(text.startswith("output=") for text in overrides):
         raise UserError(
             problem="output=… names a training run's folder", remedy="name the evaluation's folder with --output FOLDER"
         )
-    return (checkpoints[0] if checkpoints else None), overrides
+    checkpoint = checkpoints[0] if checkpoints else None
+    return checkpoint, overrides
 
 
 def evaluate(
@@ -85,7 +91,7 @@ def evaluate(
     Args:
         checkpoint: name of the checkpoint; see `recjax.runs.policies.open_policy`.
         output: folder to write; None: a folder in runs/evaluations with the names of model and task.
-        everything: flag to evaluate on all problems of the task, and not only on held-out ones.
+        everything: True to evaluate on all problems of the task, and not only on held-out ones.
     Raises:
         UserError: the data is invalid, the checkpoint is missing, or the folder holds something else.
     """
@@ -93,13 +99,18 @@ def evaluate(
     task = load_task(config, "all" if everything else "held_out")._replace(train=[])
     check_problems(config, task)
     evaluated = open_policy(checkpoint, config)
-    label = task_label(config.task) + "-all" * everything
-    folder = Path(output or "runs/evaluations/" + re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}"))
+    label = task_label(config.task)
+    settings = deciding_settings(config, evaluated)
+    if everything:
+        label += "-all"
+        settings["pool"] = "all"
+    default_name = re.sub(r"[^\w.-]+", "_", f"{evaluated.name}-{label}")
+    folder = Path(output or f"runs/evaluations/{default_name}")
     task = without_long_prompts(task, evaluated.policy.tokenizer, config.rollout)
     limit = config.rollout.max_prompt_tokens
     vocabulary = evaluated.policy.vocabulary
     prompts = encode_problems(task.evaluation, evaluated.policy.tokenizer, limit, vocabulary)
-    open_folder(folder, deciding_settings(config, evaluated) | ({"pool": "all"} if everything else {}))
+    open_folder(folder, settings)
     rows = sampled_rows(config, evaluated, prompts, task)
     if not hosts.is_first():
         return folder, {}
@@ -121,29 +132,37 @@ def task_label(task: TaskConfig) -> str:
     """A name for the task, its file's name or its generator's name."""
     if task.file:
         path = Path(task.file.evaluation or task.file.train)
-        while glob.has_magic(path.name) and not path.exists():  # a pattern has the name of its folder
+        while glob.has_magic(path.name) and not path.exists():  # a pattern gets its folder's name
             path = path.parent
         return path.stem or "file"
-    return f"reasoning_gym_{task.reasoning_gym.name}" if task.reasoning_gym else task.chosen()
+    if task.reasoning_gym:
+        return f"reasoning_gym_{task.reasoning_gym.name}"
+    return task.chosen()
 
 
 def deciding_settings(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]:
     """Everything that determines the samples; weights count by their values, not by their path."""
-    rollout = {"prompts_per_step", "max_prompt_tokens", "max_context_tokens", "max_completion_tokens"}
+    settings: dict[str, Any] = {}
+    for name in (CHAT_DATE, TEMPLATE_KWARGS):
+        value = evaluated.policy.tokenizer.init_kwargs.get(name)
+        if value:
+            settings[name] = value
+    settings["model"] = evaluated.name
+    settings["weights"] = fingerprint(evaluated.params)
+    settings["dtype"] = str(evaluated.policy.decoder.dtype)
+    rollout = {
+        "prompts_per_step",
+        "max_prompt_tokens",
+        "max_context_tokens",
+        "max_completion_tokens",
+        "long_prompts",
+        "stop",
+    }
+    settings |= config.model_dump(include={"seed": True, "base_seed": True, "task": True, "rollout": rollout})
     evaluation = {"samples", "temperature", "top_k", "top_p", "min_p"}
-    included = dict.fromkeys(("seed", "base_seed", "task"), True)
-    keys = included | {"rollout": rollout | {"long_prompts", "stop"}}
-    template_settings = {
-        name: evaluated.policy.tokenizer.init_kwargs.get(name) for name in (CHAT_DATE, TEMPLATE_KWARGS)
-    }
-    return {
-        **{name: value for name, value in template_settings.items() if value},
-        "model": evaluated.name,
-        "weights": fingerprint(evaluated.params),
-        "dtype": str(evaluated.policy.decoder.dtype),
-        **config.model_dump(include=keys),
-        "evaluation": config.evaluation.model_dump(include=evaluation) | {"problems": config.evaluation.most_problems},
-    }
+    settings["evaluation"] = config.evaluation.model_dump(include=evaluation)
+    settings["evaluation"]["problems"] = config.evaluation.most_problems
+    return settings
 
 
 def open_folder(folder: Path, decides: dict[str, Any]) -> None:
@@ -160,7 +179,8 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
         stored_settings = read_yaml_file(stored)
         if not isinstance(stored_settings, dict):
             raise UserError(stored, "is damaged (no keys and values)", "name another folder with --output")
-        if changed := changes(stored_settings, decides, ignored={"model"}):
+        changed = changes(stored_settings, decides, ignored={"model"})
+        if changed:
             raise UserError(
                 folder, f"holds another evaluation ({in_words(changed)})", "name another folder with --output"
             )
@@ -174,7 +194,7 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
 
 
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:
-    """Counts the problems that a run trains on; None if the task of the run is no longer readable.
+    """Counts the problems that a run trains on; None if the run's task is no longer readable.
 
     A run holds out problems by its own config, so it may have trained on problems that this evaluation uses.
     """
@@ -198,8 +218,9 @@ def show_results(numbers: dict[str, Any]) -> None:
     title = f"{numbers['model']} on {numbers['task']}: {numbers['problems']} problems × {numbers['samples']} samples"
     table = Table("", "value", "95 % interval", title=title)
     for name, estimate in numbers["metrics"].items():
-        of_some = f", {estimate['problems']} problems" if "problems" in estimate else ""
-        table.add_row(name + of_some, *cells(estimate))
+        if "problems" in estimate:
+            name += f", {estimate['problems']} problems"
+        table.add_row(name, *cells(estimate))
     console.print(table)
     if numbers["difficulty"]:
         table = Table("difficulty", "problems", "accuracy", "95 % interval")
@@ -208,9 +229,10 @@ def show_results(numbers: dict[str, Any]) -> None:
         console.print(table)
     if numbers.get("tasks"):
         table = Table("task", "problems", "accuracy", "95 % interval", "reward", "95 % interval")
-        for name, of_task in numbers["tasks"].items():
-            estimates = (of_task["metrics"].get(metric) for metric in ("accuracy", "reward"))
-            table.add_row(name, str(of_task["problems"]), *(cell for estimate in estimates for cell in cells(estimate)))
+        for name, task_numbers in numbers["tasks"].items():
+            accuracy = cells(task_numbers["metrics"].get("accuracy"))
+            reward = cells(task_numbers["metrics"].get("reward"))
+            table.add_row(name, str(task_numbers["problems"]), *accuracy, *reward)
         console.print(table)
     constant = numbers["constant_answer"]
     if constant["answer"] and not numbers.get("tasks"):

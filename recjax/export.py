@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     """Exports the model and prints a description of the export."""
     if argv[1:]:
         raise UserError(problem=f"unknown argument {argv[1]!r}", remedy="give --run or --model, and --output")
-    source = export(FLAGS.run, FLAGS.model, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.adapters)
+    source = export(FLAGS.run, FLAGS.model, FLAGS.output, step=FLAGS.step, dtype=FLAGS.dtype, adapters=FLAGS.adapters)
     print(f"wrote {FLAGS.output}: {source} in {FLAGS.dtype}")
     if FLAGS.push:
         print(f"pushed to {push(FLAGS.output, FLAGS.push, FLAGS.public)}")
@@ -56,7 +56,8 @@ def export(
     if adapters and (model or dtype != "float32"):
         raise UserError(problem="--adapters needs --run and float32", remedy="remove --model and --dtype")
     if model:
-        export_model(output, *load_pretrained(model), model_folder(model, COMPANION_FILES), dtype)
+        config, params = load_pretrained(model)
+        export_model(output, config, params, base=model_folder(model, COMPANION_FILES), dtype=dtype)
         return model
     assert run is not None
     return export_checkpoint(Path(run), Path(output), step, dtype, adapters)

@@ -70,7 +70,7 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
     Args:
         config: config of the prompts, sampling and rewards, and of the policy if `run` is None.
         run: folder of a training run whose checkpoint is the policy.
-        step: step of the checkpoint; None: the newest.
+        step: the checkpoint's step; None: the newest.
         source: name of the new rows in the store.
     Returns:
         Number of batches that this call sampled.
@@ -85,8 +85,12 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
     if not run and model.path and not model.chat_date and reads_clock(model.path):
         # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
         name = _name(config, None, 0)
-        after = (row[len(name) + 1 :].partition("/")[0] for row in stored_ids if row.startswith(f"{name}-"))
-        chat_date = min((each.partition(".")[0] for each in after), default=date.today().isoformat())
+        dates = []
+        for row in stored_ids:
+            if row.startswith(f"{name}-"):
+                rest = row.removeprefix(f"{name}-").partition("/")[0]
+                dates.append(rest.partition(".")[0])
+        chat_date = min(dates, default=date.today().isoformat())
         config = config.model_copy(update={"model": model.model_copy(update={"chat_date": chat_date})})
         name = f"{name}-{chat_date}"
     sampler, params, version = _sampler(config, run, step)
@@ -140,11 +144,16 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
             for number in numbers:  # a server's answers are in the store before it gets the next requests
                 prompts = batch_prompts(train, config, count, number)
                 seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
-                names = {"name": f"{name}/{number:06d}", "source": source or engine.server.model}
-                groups = engine.sample_groups(prompts.problems, seed, **names)
+                groups = engine.sample_groups(
+                    prompts.problems, seed, name=f"{name}/{number:06d}", source=source or engine.server.model
+                )
                 groups = with_grades(groups, _submitted(groups, prompts, grading, policy).result())
-                records = records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC))
-                yield [record if record.completion.rows else record._replace(tokenizer=None) for record in records]
+                records = []
+                for record in records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC)):
+                    if not record.completion.rows:  # the server gave only the text
+                        record = record._replace(tokenizer=None)
+                    records.append(record)
+                yield records
 
         return _fill(location, stored_ids, name, steps, batches)
 
@@ -194,7 +203,8 @@ def _fill(
                     store.append(records)
             grades = [record.completion.grade for record in records]
             rewards = [grade.reward for grade in grades if grade and grade.reward is not None]
-            bar.set_postfix(reward=f"{sum(rewards) / max(len(rewards), 1):.2f}", refresh=False)
+            mean_reward = sum(rewards) / max(len(rewards), 1)
+            bar.set_postfix(reward=f"{mean_reward:.2f}", refresh=False)
             bar.update()
     return len(missing)
 
@@ -225,42 +235,34 @@ def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, poli
 
 
 def _sampler(config: Config, run: str | None, step: int | None) -> tuple[BatchSampler, dict, int]:
-    """The sampler, its parameters in compute dtype, and the number of optimizer updates behind them."""
+    """The sampler, its parameters in compute dtype, and the number of optimizer updates that made them."""
     # The config may name the store that this command creates.
     config = untrained(config)
     if run is None:
         setup, params = prepare(config)
-        sampler = setup.sampler
-        version = 0
-    else:
-        require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--run"))
-        # The config of the run determines the policy, the config of the command the prompts.
-        opened = open_policy(run, run_config(Path(run)), step)
-        policy = opened.policy
-        params = opened.params
-        version = opened.version
-        set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
-        task = load_task(config)
-        check_problems(config, task)
-        task = without_long_prompts(task, policy.tokenizer, config.rollout)
-        train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-        agents = Agents(config, policy, opened.older_params) if config.task.agent else None
-        sampler = BatchSampler(config, policy, train, Grading(config, task.reward), PhaseSeconds(), agents)
-    return sampler, for_sampling(sampler.policy, params), version
+        return setup.sampler, for_sampling(setup.sampler.policy, params), 0
+    require(config.task.keep is None, "task.keep", config.task.keep, _KEEP.format("--run"))
+    # The run's config determines the policy, the command's config the prompts.
+    opened = open_policy(run, run_config(Path(run)), step)
+    policy = opened.policy
+    set_template_kwargs(policy.tokenizer, config.model.chat_template_kwargs)
+    task = load_task(config)
+    check_problems(config, task)
+    task = without_long_prompts(task, policy.tokenizer, config.rollout)
+    train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
+    agents = Agents(config, policy, opened.older_params) if config.task.agent else None
+    sampler = BatchSampler(config, policy, train, Grading(config, task.reward), phases=PhaseSeconds(), agents=agents)
+    return sampler, for_sampling(policy, opened.params), opened.version
 
 
 def _name(config: Config, run: str | None, version: int) -> str:
     """A digest of everything that determines the rows."""
-    depends_on: dict[str, Any] = config.model_dump()
-    keys = ("seed", "model", "task", "warm_start", "rollout")
-    base_seed = {} if config.base_seed is None else {"base_seed": config.base_seed}
-    depends_on = (
-        {key: depends_on[key] for key in keys}
-        | {"held_out": config.evaluation.most_problems, "version": version}
-        | base_seed
-    )
-    rollout: Any = depends_on["rollout"]
-    del rollout["engine"]  # --engine samples, or recjax
+    depends_on: dict[str, Any] = config.model_dump(include={"seed", "model", "task", "warm_start", "rollout"})
+    del depends_on["rollout"]["engine"]  # --engine samples, or recjax
+    depends_on["held_out"] = config.evaluation.most_problems
+    depends_on["version"] = version
+    if config.base_seed is not None:
+        depends_on["base_seed"] = config.base_seed
     if run:
         config_file = Path(run) / "config.yaml"
         depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run
@@ -304,8 +306,15 @@ def main(argv: list[str]) -> None:
         if FLAGS.engine is None:
             new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
         else:
-            key = next(iter(read_keys(FLAGS.api_key_file, most=1)), None)
-            address = Address(FLAGS.engine, FLAGS.model, key, FLAGS.concurrency, FLAGS.reply_seconds, FLAGS.retries)
+            keys = list(read_keys(FLAGS.api_key_file, most=1))
+            address = Address(
+                FLAGS.engine,
+                FLAGS.model,
+                keys[0] if keys else None,
+                concurrency=FLAGS.concurrency,
+                seconds=FLAGS.reply_seconds,
+                retries=FLAGS.retries,
+            )
             new = generate_remotely(config, FLAGS.output, FLAGS.steps, address, FLAGS.source)
     if not hosts.is_first():
         return

@@ -13,11 +13,12 @@ and files that the store already has.
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from absl import flags
 
 from recjax.errors import UserError
@@ -53,8 +54,10 @@ def import_files(
     Raises:
         UserError: a file or row is invalid, the store already has the rows, or `tokenizer` has no use.
     """
-    vocabulary = name = None
-    if tokenizer:  # whose imports take seconds
+    vocabulary = None
+    name = None
+    if tokenizer:
+        # Not at module level: these imports take seconds.
         from recjax.hub.tokenizers import load_tokenizer
         from recjax.store.tokenize import tokenizer_name
 
@@ -66,8 +69,9 @@ def import_files(
             raise UserError(f"--tokenizer {tokenizer!r}", "has no effect, as no row has tokens", "remove it")
         size = len(vocabulary)
         for record, where in zip(imported.records, imported.places, strict=True):
-            rows = [row.tokens for row in record.completion.rows]
-            if any((tokens >= size).any() for tokens in (record.group.prompt_tokens, *rows)):
+            token_arrays = [record.group.prompt_tokens]
+            token_arrays += [row.tokens for row in record.completion.rows]
+            if any((tokens >= size).any() for tokens in token_arrays):
                 raise UserError(where, f"a token id is {size} or more, beyond the vocabulary of {tokenizer}")
         check_texts(imported.records, vocabulary, imported.places.__getitem__)
     with Store(place, create=True) as store:
@@ -89,8 +93,13 @@ def import_exports(exports: Sequence[Iterable[Record]], place: str | Path) -> in
 
 
 def _changes(records: Iterable[Record]) -> Iterator[Change]:
-    records = iter(records)
-    return map(Change, iter(lambda: list(itertools.islice(records, TOGETHER)), []))
+    """Changes that each append up to TOGETHER records."""
+    remaining = iter(records)
+    while True:
+        batch = list(itertools.islice(remaining, TOGETHER))
+        if not batch:
+            return
+        yield Change(batch)
 
 
 def check_texts(records: Sequence[Record], tokenizer: "PreTrainedTokenizerBase", place: Callable[[int], str]) -> None:
@@ -108,32 +117,38 @@ def check_texts(records: Sequence[Record], tokenizer: "PreTrainedTokenizerBase",
             text = text.replace(token, "")
         return "".join(text.split())
 
+    def has_in_order(decoded: str, parts: Sequence[str]) -> bool:
+        start = 0
+        for part in parts:
+            text = plain(part)
+            position = decoded.find(text, start)
+            if position < 0:
+                return False
+            start = position + len(text)
+        return True
+
+    def check(column: str, tokens: np.ndarray, prompt_or_text: str | Sequence[Mapping[str, Any]], number: int) -> None:
+        if not len(tokens):
+            return
+        decoded = tokenizer.decode(tokens)
+        if isinstance(prompt_or_text, str):
+            shown = prompt_or_text
+            agrees = plain(str(decoded)) == plain(prompt_or_text)
+        else:
+            parts = [turn["content"] for turn in prompt_or_text]
+            shown = " … ".join(parts)
+            agrees = has_in_order(plain(str(decoded)), parts)
+        if not agrees:
+            raise UserError(
+                place(number),
+                f"{column} decode to {decoded!r:.120}, but the text is {shown!r:.120}",
+                "give the tokens of this text, or remove the tokens",
+            )
+
     for number, record in enumerate(records):
-        group = record.group
-        completion = record.completion
-        columns = [("prompt_tokens", group.prompt_tokens), *(("tokens", row.tokens) for row in completion.rows)]
-        for column, tokens in columns:
-            if not len(tokens):
-                continue
-            decoded = plain(str(tokenizer.decode(tokens)))
-            agrees = True
-            start = 0
-            if column == "tokens" or isinstance(group.prompt, str):
-                parts: list[str] = [completion.text if column == "tokens" else str(group.prompt)]
-                agrees = decoded == plain(parts[0])
-            else:
-                parts = [turn["content"] for turn in group.prompt]
-                for text in map(plain, parts):
-                    begin = decoded.find(text, start)
-                    start = begin + len(text)
-                    if not (agrees := begin >= 0):
-                        break
-            if not agrees:
-                raise UserError(
-                    place(number),
-                    f"{column} decode to {tokenizer.decode(tokens)!r:.120}, but the text is {' … '.join(parts)!r:.120}",
-                    "give the tokens of this text, or remove the tokens",
-                )
+        check("prompt_tokens", record.group.prompt_tokens, record.group.prompt, number)
+        for row in record.completion.rows:
+            check("tokens", row.tokens, record.completion.text, number)
 
 
 @command
@@ -142,12 +157,13 @@ def main(argv: list[str]) -> None:
     if argv[1:]:
         raise UserError(f"{argv[1]!r}", "unknown argument", "give every file as --input FILE")
     names: dict[str, Any] = {field: FLAGS[f"{field}_column"].value for field in Columns._fields}
-    cuts = (FLAGS.top_k, FLAGS.top_p, FLAGS.min_p)
-    if FLAGS.temperature is None and cuts != (0, 1.0, 0.0):
+    sampling = None
+    if FLAGS.temperature is not None:
+        sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p, FLAGS.min_p)
+    elif (FLAGS.top_k, FLAGS.top_p, FLAGS.min_p) != (0, 1.0, 0.0):
         raise UserError(
             "--top_k, --top_p and --min_p", "need --temperature", "give --temperature, or remove the others"
         )
-    sampling = None if FLAGS.temperature is None else Sampling(FLAGS.temperature, *cuts)
     exports = [read_exported(Path(file)) for file in FLAGS.input]
     imported = None
     groups = Counter()
@@ -169,7 +185,8 @@ def main(argv: list[str]) -> None:
         print(f"{store.name}: {count} {summary}{in_all}")
     if imported is None:
         return
-    if single := sum(size == 1 for size in groups.values()):
+    single = sum(size == 1 for size in groups.values())
+    if single:
         logger.warning(
             "%d of %d groups have a single completion, from which most advantages cannot learn. Rows with equal prompts"
             " form a group, or rows with equal --group_column; see algorithm.advantage={name: raw_reward}",

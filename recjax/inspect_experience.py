@@ -27,56 +27,74 @@ FLAGS = flags.FLAGS
 
 def summary(records: Sequence[Record]) -> dict[str, str]:
     """Summary numbers of the completions, by name; a group has only members among `records`."""
-    rows = [record.completion for record in records]
+    completions = [record.completion for record in records]
     groups = groups_of(records)
-    scored = [row.grade.reward for row in rows if row.grade]
-    rewards = [reward for reward in scored if reward is not None]
-    sizes = [len(group.completions) for group in groups]
+    grades = [completion.grade for completion in completions if completion.grade]
     whole = [group for group in groups if is_whole(group)]
-    accurate = [row.grade.accurate for row in rows if row.grade and row.grade.accurate is not None]
-    versions = [row.policy_version for row in rows if row.policy_version is not None]
-    lengths = [tokens for row in rows if (tokens := length(row)) is not None]
+    with_signal = [group for group in whole if reward_spread(group) > 0]
+    mixed_groups = 0
+    for group in groups:
+        sources = {completion.source for completion in group.completions}
+        if len(sources) > 1:
+            mixed_groups += 1
+    rewards = [grade.reward for grade in grades if grade.reward is not None]
+    reward = "none yet"
+    if rewards:
+        reward = f"{np.mean(rewards):.3f} ({min(rewards):g} to {max(rewards):g})"
+    accurate = [grade.accurate for grade in grades if grade.accurate is not None]
+    versions = [completion.policy_version for completion in completions if completion.policy_version is not None]
+    lengths = []
+    for completion in completions:
+        tokens = length(completion)
+        if tokens is not None:
+            lengths.append(tokens)
     return {
-        "rows": str(len(rows)),
+        "rows": str(len(completions)),
         "groups": str(len(groups)),
-        "group size": _span(sizes),
-        "pending rows": str(len(rows) - len(scored)),
+        "group size": _span([len(group.completions) for group in groups]),
+        "pending rows": str(len(completions) - len(grades)),
         "groups with a pending row": str(len(groups) - len(whole)),
-        "whole groups with signal": f"{sum(reward_spread(group) > 0 for group in whole)} of {len(whole)}",
-        "groups of several sources": str(sum(len({row.source for row in group.completions}) > 1 for group in groups)),
-        "reward": f"{np.mean(rewards):.3f} ({min(rewards):g} to {max(rewards):g})" if rewards else "none yet",
+        "whole groups with signal": f"{len(with_signal)} of {len(whole)}",
+        "groups of several sources": str(mixed_groups),
+        "reward": reward,
         "accurate": f"{np.mean(accurate):.3f}" if accurate else "not known",
         "policy versions": _span(versions) if versions else "none",
-        "rows of other models": str(len(rows) - len(versions)),
-        "with behavior log-probs": str(sum(has_logprobs(row) for row in rows)),
+        "rows of other models": str(len(completions) - len(versions)),
+        "with behavior log-probs": str(sum(has_logprobs(completion) for completion in completions)),
         "tokenized": str(len(lengths)),
         "completion tokens": f"{np.mean(lengths):.1f} ({_span(lengths)})" if lengths else "not known",
-        "truncated": f"{np.mean([row.truncated for row in rows]):.3f}",
+        "truncated": f"{np.mean([completion.truncated for completion in completions]):.3f}",
     }
 
 
 def _span(values: Sequence[int]) -> str:
     low = min(values)
     high = max(values)
-    return str(low) if low == high else f"{low} to {high}"
+    if low == high:
+        return str(low)
+    return f"{low} to {high}"
 
 
 def print_summary(records: Sequence[Record], samples: Sequence[Record], console: Console) -> None:
     """Prints summaries of all completions and of each source, then the samples."""
+    columns = {"all": summary(records)}
     sources = by_source(records)
-    columns = {"all": summary(records)} | {name: summary(each) for name, each in sources.items() if len(sources) > 1}
+    if len(sources) > 1:
+        for source, source_records in sources.items():
+            columns[source] = summary(source_records)
     table = Table(Column("", no_wrap=True), *columns)
     for name in columns["all"]:
         table.add_row(name, *(column[name] for column in columns.values()))
     console.print(table)
     for record in samples:
         prompt = record.group.prompt
-        row = record.completion
+        completion = record.completion
         prompt_text = prompt if isinstance(prompt, str) else " / ".join(turn["content"] for turn in prompt)
-        reward = f"{row.grade.reward:g}" if row.grade else "pending"
-        console.print(f"{row.source} · {row.id} · reward {reward}", style="bold", highlight=False)
-        for text in (prompt_text, row.text):
-            console.print(f"  {text[:400]!r}{'…' if len(text) > 400 else ''}", highlight=False)
+        reward = f"{completion.grade.reward:g}" if completion.grade else "pending"
+        console.print(f"{completion.source} · {completion.id} · reward {reward}", style="bold", highlight=False)
+        for text in (prompt_text, completion.text):
+            end = "…" if len(text) > 400 else ""
+            console.print(f"  {text[:400]!r}{end}", highlight=False)
 
 
 def chosen_records(records: Sequence[Record], count: int, seed: int) -> list[Record]:

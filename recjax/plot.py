@@ -10,7 +10,6 @@ line's differences from the line --against, paired by seed and all other setting
 """
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from absl import flags
@@ -49,13 +48,21 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
 
 def titled(table: pd.DataFrame) -> pd.DataFrame:
     """The table with the axis in each setting: "learning rate 0.0001" instead of "0.0001"."""
-    return table.assign(**{axis: axis.replace("_", " ") + " " + table[axis] for axis in axes_of(table)})
+    titles = {}
+    for axis in axes_of(table):
+        titles[axis] = axis.replace("_", " ") + " " + table[axis]
+    return table.assign(**titles)
 
 
 def unfinished(runs: list[SweepRun]) -> list[str]:
-    """The runs of a sweep that have not made all their steps, each with its number of steps."""
-    steps = [(run.name, run.steps_done(), run.config.training.steps) for run in runs]
-    return [f"{name} ({done} of {last} steps)" for name, done, last in steps if done < last]
+    """The sweep's runs that have not made all their steps, each with its number of steps."""
+    names = []
+    for run in runs:
+        done = run.steps_done()
+        last = run.config.training.steps
+        if done < last:
+            names.append(f"{run.name} ({done} of {last} steps)")
+    return names
 
 
 @command
@@ -67,10 +74,15 @@ def main(argv: list[str]) -> None:
             problem="give folders of runs, or one sweep file or Parquet table: python -m recjax.plot SOURCE …"
         )
     are_runs = Path(sources[0]).is_dir()
-    is_sweep = not are_runs and Path(sources[0]).suffix != ".parquet"
-    sweep = read_sweep(sources[0], FLAGS.smoke)[1] if is_sweep else []
-    everything = collect(sweep) if is_sweep else read_folders(sources) if are_runs else read_runs(sources[0])
-    table = chosen_runs(everything, FLAGS.only)
+    sweep = []
+    if are_runs:
+        table = read_folders(sources)
+    elif Path(sources[0]).suffix == ".parquet":
+        table = read_runs(sources[0])
+    else:
+        sweep = read_sweep(sources[0], FLAGS.smoke)[1]
+        table = collect(sweep)
+    table = chosen_runs(table, FLAGS.only)
     axes = [axis for axis in axes_of(table) if axis != "seed"]
     lines = FLAGS.lines or axes[0]
     if lines not in axes:
@@ -92,17 +104,21 @@ def main(argv: list[str]) -> None:
     difference = f"{metrics[0]} − {against}"
     drawn = table.assign(panel=panels)
     drawn[difference] = minus_line(table, lines, against, metrics[0])
-    metric_columns = [metrics[0], *([difference] if drawn[difference].notna().any() else []), *metrics[1:]]
+    metric_columns = list(metrics)
+    if drawn[difference].notna().any():
+        metric_columns.insert(1, difference)
     output = Path(FLAGS.output) / "curves.png"
     names = dict(zip(table[lines], titles[lines], strict=True))
     figure = draw_curves(drawn, lines, "panel", metric_columns, band=band, names=names)
+    heading = []
+    if figure.get_suptitle():
+        heading.append(figure.get_suptitle())
+    if "seed" in table:
+        heading.append(f"line: mean over runs; band: its 95 % interval, or the range of fewer than {MIN_SEEDS} runs")
     partial = unfinished(sweep)
-    heading = [figure.get_suptitle()]
-    heading += [f"line: mean over runs; band: its 95 % interval, or the range of fewer than {MIN_SEEDS} runs"] * (
-        "seed" in table
-    )
-    heading += [f"{len(partial)} of {len(sweep)} runs are not finished"] * bool(partial)
-    figure.suptitle("\n".join(filter(None, heading)), fontsize="large", parse_math=False)
+    if partial:
+        heading.append(f"{len(partial)} of {len(sweep)} runs are not finished")
+    figure.suptitle("\n".join(heading), fontsize="large", parse_math=False)
     save_figure(figure, output)
     if partial:
         print(f"not finished, compared at the steps that they have: {', '.join(partial)}")
@@ -112,12 +128,17 @@ def main(argv: list[str]) -> None:
     title = f"{len(finals)} runs: mean of the last three evaluations"
     rows = Table(*axes, "runs", LABELS[measure].replace("\n(share)", ""), f"minus {against}, paired", title=title)
     for settings, values in finals.groupby(axes, sort=False):
-        chosen = dict(zip(axes, settings, strict=True))
-        where = {axis: [value] for axis, value in chosen.items() if axis != lines}
-        pairs: Any = paired_seeds(finals, lines, chosen[lines], against, **where) if chosen[lines] != against else ()
-        spread = f" ({estimate(values.to_numpy()).spread})" if len(values) > 1 else ""
-        cells = f"{values.mean():.3f}{spread}", in_words(pairs) if len(pairs) else ""
-        rows.add_row(*settings, str(len(values)), *cells)
+        setting = dict(zip(axes, settings, strict=True))
+        mean = f"{values.mean():.3f}"
+        if len(values) > 1:
+            mean += f" ({estimate(values.to_numpy()).spread})"
+        paired = ""
+        if setting[lines] != against:
+            other_settings = {axis: [value] for axis, value in setting.items() if axis != lines}
+            differences = paired_seeds(finals, lines, setting[lines], against, **other_settings)
+            if len(differences):
+                paired = in_words(differences)
+        rows.add_row(*settings, str(len(values)), mean, paired)
     plain_console().print(rows)
     print(f"figure: {output}")
 

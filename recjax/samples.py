@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 
 from recjax.errors import UserError
-from recjax.logs.kept_samples import folder_of
+from recjax.logs.kept_samples import samples_folder
 from recjax.runs.folder import is_finished
 from recjax.runs.stored_runs import run_config
 from recjax.runtime.console import command, start
@@ -25,7 +25,7 @@ from recjax.runtime.files import json_text, write_whole
 from recjax.tasks.reading import read_file
 
 FLAGS = flags.FLAGS
-LOOK_SECONDS = 2.0  # between two looks at the completions of a run in training
+LOOK_SECONDS = 2.0  # `follow` looks for new completions at this interval
 
 
 def kept_rows(run: Path) -> list[dict[str, Any]]:
@@ -34,11 +34,12 @@ def kept_rows(run: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the run kept no completions, or a file is damaged.
     """
-    rows: list[Any] = [
-        row.values for path in sorted(folder_of(run).glob("*.jsonl")) for row in read_file(path, "samples")
-    ]
+    folder = samples_folder(run)
+    rows: list[Any] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        rows += [row.values for row in read_file(path, "samples")]
     if not rows:
-        raise UserError(folder_of(run), "holds no completions", "set samples.every above 0 and train")
+        raise UserError(folder, "holds no completions", "set samples.every above 0 and train")
     return rows
 
 
@@ -70,9 +71,10 @@ def write_page(runs: Sequence[Path], output: Path, follows: bool = False) -> int
         rows = kept_rows(run)
         steps = len({row["step"] for row in rows})
         summary = f"{config.algorithm.preset}, {config.task.chosen()}: {len(rows)} completions of {steps} steps"
-        sections.append(
-            {"name": run.resolve().name, "about": summary, "rows": rows} | ({"follows": True} if follows else {})
-        )
+        section: dict[str, Any] = {"name": run.resolve().name, "about": summary, "rows": rows}
+        if follows:
+            section["follows"] = True
+        sections.append(section)
     write_whole(output, sample_page(sections))
     return sum(len(section["rows"]) for section in sections)
 
@@ -86,7 +88,7 @@ def follow(runs: Sequence[Path], output: Path) -> int:
     shown = None
     while True:
         is_over = all(is_finished(run_config(run)) for run in runs)
-        kept = [sorted(path.name for path in folder_of(run).glob("*.jsonl")) for run in runs]
+        kept = [_file_names(run) for run in runs]
         if is_over or (all(kept) and kept != shown):
             count = write_page(runs, output, follows=not is_over)
             if shown is None and not is_over:
@@ -97,6 +99,10 @@ def follow(runs: Sequence[Path], output: Path) -> int:
         time.sleep(LOOK_SECONDS)
 
 
+def _file_names(run: Path) -> list[str]:
+    return sorted(path.name for path in samples_folder(run).glob("*.jsonl"))
+
+
 @command
 def main(argv: list[str]) -> None:
     """Writes the page and prints its path."""
@@ -104,7 +110,10 @@ def main(argv: list[str]) -> None:
         raise UserError(problem="give one run, or two to compare: python -m recjax.samples runs/NAME")
     runs = [Path(run) for run in argv[1:]]
     output = Path(FLAGS.output) if FLAGS.output else runs[0] / "samples.html"
-    count = (follow if FLAGS.follow else write_page)(runs, output)
+    if FLAGS.follow:
+        count = follow(runs, output)
+    else:
+        count = write_page(runs, output)
     print(f"{output}: {count} completions; open it in a browser")
 
 

@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 def load(
     run: str | None, step: int | None, model: str | None, follow: str | None
 ) -> tuple[str, Policy, Weights, Callable[[], Weights | None] | None]:
-    """Loads a checkpoint of a run, a model, or the newest checkpoint of a followed run, and waits for its first one.
+    """Loads a run's checkpoint, a model, or a followed run's newest checkpoint, and waits for its first one.
 
     Returns:
         A name, the policy, its weights on the devices, and a function that returns newer weights if there are any; None
-        instead of the function without a followed run.
+        instead of the function if the command follows no run.
     Raises:
         UserError: not exactly one of `run`, `model` and `follow` is given, or it cannot be read.
     """
@@ -69,37 +69,44 @@ def load(
     checkpoints = FollowedRun(Path(str(follow)))
     mesh = jax.sharding.get_mesh()
 
-    def on_devices(weights: Weights | None) -> Weights | None:
+    def on_devices(weights: Weights) -> Weights:
         with jax.set_mesh(mesh):  # each thread has its own current mesh
-            params = None if weights is None else for_sampling(checkpoints.policy, put_params(weights.params))
-        return None if weights is None or params is None else weights._replace(params=params)
+            params = for_sampling(checkpoints.policy, put_params(weights.params))
+        return weights._replace(params=params)
+
+    def newer() -> Weights | None:
+        weights = checkpoints.newer()
+        return None if weights is None else on_devices(weights)
 
     weights = on_devices(checkpoints.first())
-    assert weights is not None
-    return name, checkpoints.policy, weights, lambda: on_devices(checkpoints.newer())
+    return name, checkpoints.policy, weights, newer
 
 
 def pushed_reader(root: Path, policy: Policy) -> Callable[[str], dict]:
-    """A function that reads the parameters of a folder within `root` that holds weights of the same model.
+    """A function that reads the parameters in a folder within `root` with weights of the same model.
 
-    The function raises a ValueError if the folder is elsewhere, too large, damaged, or of another model.
+    The function raises a UserError if the folder is elsewhere, too large, damaged, or has a different model.
     """
     mesh = jax.sharding.get_mesh()
     root = root.resolve()
     plain = dataclasses.replace(policy.decoder.config, lora=None)
-    most = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(plain))) * 21 // 20 + 2**26
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(plain)))
+    most_bytes = 4 * parameters * 21 // 20 + 2**26  # float32, and some space for headers and other files
 
     def read(name: str) -> dict:
         folder = Path(name).resolve()  # follows links
         if not (folder.is_relative_to(root) and folder.is_dir()):
             raise UserError(f"{name!r:.200}", "is no folder in this server's --push_root", "write the weights there")
-        if any(file.is_symlink() for file in folder.rglob("*")):
+        files = list(folder.rglob("*"))
+        if any(file.is_symlink() for file in files):
             raise UserError(f"{name!r:.200}", "contains links", "write the files themselves")
-        if (size := sum(file.stat().st_size for file in folder.rglob("*"))) > most:
+        size = sum(file.stat().st_size for file in files)
+        if size > most_bytes:
             raise UserError(
-                f"{name!r:.200}", f"has {size} bytes, and this model {most} at most", "push only its weights"
+                f"{name!r:.200}", f"has {size} bytes, and this model {most_bytes} at most", "push only its weights"
             )
-        if (pushed := read_config(folder)) != plain:
+        pushed = read_config(folder)
+        if pushed != plain:
             raise UserError(f"{name!r:.200}", f"is another model, {pushed}, than the served {plain}", "push that")
         with jax.set_mesh(mesh):  # each thread has its own current mesh
             return for_sampling(policy, load_pretrained(folder)[1])
@@ -122,7 +129,7 @@ def listen(host: str, port: int, seconds: float) -> socket.socket:
         raise UserError(
             f"--host {host} --port {port}", error.strerror or str(error), "give another --port, or 0 for any free port"
         ) from error
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it; connections inherit it
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(1000 * seconds, 2**31 - 1)))
     return listening
 
@@ -157,38 +164,47 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--push_root {FLAGS.push_root}", f"needs --api_key_file, or a key in ${KEY_VARIABLE}")
     if FLAGS.host not in LOOPBACK and not keys:
         logger.warning("--host %s without --api_key_file: anyone who reaches this machine can use it", FLAGS.host)
-    hosts = LOOPBACK if FLAGS.host in LOOPBACK else None
+    hosts = LOOPBACK if FLAGS.host in LOOPBACK else None  # None: requests may name any host
     guarded = Guarded(keys, hosts, FLAGS.max_body_bytes, FLAGS.client_seconds)
     listening = listen(FLAGS.host, FLAGS.port, FLAGS.client_seconds)
     keep_compiled_programs()
-    begins = f"waits for the first checkpoint of {FLAGS.follow}" if FLAGS.follow else "loads its model"
+    startup = f"waits for the first checkpoint of {FLAGS.follow}" if FLAGS.follow else "loads its model"
     with jax.set_mesh(make_mesh(Config.model_construct(output="").mesh)):
-        with answering_not_ready(begins, guarded, listening):
+        with answering_not_ready(startup, guarded, listening):
             name, policy, weights, newer = load(FLAGS.run, FLAGS.step, FLAGS.model, FLAGS.follow)
             name = FLAGS.name or name
-            recording = Recording(
-                FLAGS.record or f"served/{name}.db",
-                name,
-                FLAGS.record_prompts,
-                FLAGS.reward_seconds,
-                FLAGS.keep_days,
-                FLAGS.max_sessions,
-                FLAGS.server_name,
-            )
+            recording = None
+            recording_note = "recording is off"
+            if FLAGS.recording:
+                recording = Recording(
+                    store=FLAGS.record or f"served/{name}.db",
+                    source=name,
+                    prompts=FLAGS.record_prompts,
+                    reward_seconds=FLAGS.reward_seconds,
+                    keep_days=FLAGS.keep_days,
+                    sessions=FLAGS.max_sessions,
+                    server=FLAGS.server_name,
+                )
+                recording_note = f"recording in {store_name(recording.store)}"
             warn_beyond_context(policy.tokenizer.name_or_path, FLAGS.max_context_tokens, "--max_context_tokens")
-            limits = FLAGS.max_context_tokens, FLAGS.max_completion_tokens, FLAGS.slots, FLAGS.queue
-            serving = Serving(
-                name,
-                policy,
-                weights,
-                Limits(*limits, FLAGS.distributions),
-                guarded,
-                recording if FLAGS.recording else None,
-                secrets.randbits(64) if FLAGS.seed is None else FLAGS.seed,
-                newer,
-                pushed_reader(Path(FLAGS.push_root), policy) if FLAGS.push_root else None,
+            limits = Limits(
+                context=FLAGS.max_context_tokens,
+                completion=FLAGS.max_completion_tokens,
+                slots=FLAGS.slots,
+                queue=FLAGS.queue,
+                distributions=FLAGS.distributions,
             )
-            recording_note = f"recording in {store_name(recording.store)}" if FLAGS.recording else "recording is off"
+            serving = Serving(
+                name=name,
+                policy=policy,
+                weights=weights,
+                limits=limits,
+                guarded=guarded,
+                recording=recording,
+                seed=secrets.randbits(64) if FLAGS.seed is None else FLAGS.seed,
+                newer=newer,
+                pushed=pushed_reader(Path(FLAGS.push_root), policy) if FLAGS.push_root else None,
+            )
             server = build_server(
                 serving, f"serving {name}, version {weights.version}, at {address(listening)}; {recording_note}"
             )

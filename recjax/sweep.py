@@ -36,7 +36,7 @@ from recjax.runtime.console import command, progress_bar, start
 from recjax.runtime.workers import cores, end_with_parent
 
 FLAGS = flags.FLAGS
-LOOK_SECONDS = 1.0  # between two looks at the metrics of the active runs
+LOOK_SECONDS = 1.0  # the bar shows the metrics of the active runs at this interval
 
 
 def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
@@ -49,7 +49,7 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
     # Otherwise XLA would start one thread per core in every run.
     environment = os.environ | {"PJRT_NPROC": str(max(1, cores() // workers))}
     failed = {}
-    alive = {}  # processes and their runs
+    alive = {}  # the run of each active process
     stopping = threading.Event()
 
     def start(run: SweepRun) -> None:
@@ -68,9 +68,12 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
         # A reward function may end the process with status 0 before the run is finished.
         if code or not is_finished(run.config):
             lines = log.read_text(errors="replace").strip().splitlines()
-            failed[run.name] = f"exit status {code}: {lines[-1] if lines else 'no output'} ({log})"
+            last_line = lines[-1] if lines else "no output"
+            failed[run.name] = f"exit status {code}: {last_line} ({log})"
 
-    done = {run.name: run.config.training.steps if run not in waiting else run.steps_done() for run in runs}
+    done = {}
+    for run in runs:
+        done[run.name] = run.steps_done() if run in waiting else run.config.training.steps
     bar = progress_bar("sweep", sum(run.config.training.steps for run in runs), sum(done.values()), unit="step")
     with ThreadPoolExecutor(workers) as pool, bar:
         unfinished = {pool.submit(start, run) for run in waiting}
@@ -80,10 +83,13 @@ def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
                 for future in finished:
                     future.result()
                 active = list(alive.values())
-                done |= {run.name: run.steps_done() for run in (active if unfinished else waiting)}
-                shown = [f"{len(runs) - len(unfinished)} of {len(runs)} runs ended", f"{len(failed)} failed"]
+                for run in active if unfinished else waiting:
+                    done[run.name] = run.steps_done()
+                shown = [f"{len(runs) - len(unfinished)} of {len(runs)} runs ended"]
+                if failed:
+                    shown.append(f"{len(failed)} failed")
                 shown += [f"{run.name}: {done[run.name]}/{run.config.training.steps}" for run in active]
-                bar.set_postfix_str(", ".join(shown if failed else [shown[0], *shown[2:]]), refresh=False)
+                bar.set_postfix_str(", ".join(shown), refresh=False)
                 bar.update(sum(done.values()) - bar.n)
         except BaseException:
             stopping.set()
@@ -116,7 +122,8 @@ def main(argv: list[str]) -> None:
     failed = run_all(base, runs, FLAGS.workers or cores())
     for name, reason in failed.items():
         print(f"FAILED {name}: {reason}")
-    print(f"{len(runs) - len(failed)} of {len(runs)} runs finished in {runs[0].config.output.rsplit('/', 1)[0]}")
+    folder = runs[0].config.output.rsplit("/", 1)[0]
+    print(f"{len(runs) - len(failed)} of {len(runs)} runs finished in {folder}")
     sys.exit(1 if failed else 0)
 
 

@@ -80,12 +80,16 @@ def show_result(result: "Result") -> None:
     summary = result.summary
     assert summary is not None
     table = Table("", "before", "after", title=f"{output}: {summary['steps']} steps")
-    known = {name.partition("_")[0] for name, value in summary.items() if value is not None}
-    measure = "reward" if "reward" in known and "accuracy" not in known else "accuracy"
-    numbers = [_shown(summary.get(f"{measure}_{when}")) for when in ("before", "after")]
-    table.add_row(f"held-out {measure}", *numbers)
+    measured = {name.partition("_")[0] for name, value in summary.items() if value is not None}
+    measure = "reward" if "reward" in measured and "accuracy" not in measured else "accuracy"
+    table.add_row(
+        f"held-out {measure}",
+        _shown(summary.get(f"{measure}_before")),
+        _shown(summary.get(f"{measure}_after")),
+    )
     try:
-        before, after = (_samples(output / "samples" / f"{name}.jsonl") for name in ("before", "after"))
+        before = _samples(output / "samples" / "before.jsonl")
+        after = _samples(output / "samples" / "after.jsonl")
     except UserError as error:
         print(f"warning: {error}; recjax shows no samples", file=sys.stderr)
         before = []
@@ -93,9 +97,13 @@ def show_result(result: "Result") -> None:
     pairs = {old["prompt"]: (old, new) for old, new in zip(before, after, strict=False)}
     width = max(16, (console.width - 10) // 3)
     for old, new in list(pairs.values())[:5]:
-        lines = [repr(text)[1:-1] for text in (old["question"], old["completion"], new["completion"])]
-        cut = [line if len(line) <= 2 * width else f"{line[:width]} … {line[-width + 3 :]}" for line in lines]
-        table.add_row(*map(Text, cut))
+        cells = []
+        for text in (old["question"], old["completion"], new["completion"]):
+            line = repr(text)[1:-1]
+            if len(line) > 2 * width:
+                line = f"{line[:width]} … {line[-width + 3 :]}"
+            cells.append(Text(line))
+        table.add_row(*cells)
     console.print(table)
     console.print(
         f"{summary['wall_seconds']:.0f} s, {_shown(summary['tokens_per_second'], 0)} completion tokens/s,"
@@ -106,19 +114,23 @@ def show_result(result: "Result") -> None:
 
 
 def _shown(number: float | None, places: int = 3) -> str:
-    """A number of the summary; a dash if the number is missing."""
+    """A number in the summary; a dash if the number is missing."""
     return "–" if number is None else f"{number:.{places}f}"
 
 
 def _samples(path: Path) -> list[dict]:
+    if not path.is_file():
+        return []
     samples = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             sample = json.loads(line)
-            samples.append({key: str(sample[key]) for key in ("prompt", "completion")})
-            samples[-1]["question"] = str(sample.get("question", question_of(samples[-1]["prompt"])))
+            prompt = str(sample["prompt"])
+            completion = str(sample["completion"])
+            question = str(sample.get("question", question_of(prompt)))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(path, f"line {number} is damaged ({type(error).__name__}: {error})") from error
+        samples.append({"prompt": prompt, "completion": completion, "question": question})
     return samples
 
 

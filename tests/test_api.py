@@ -82,7 +82,7 @@ def rows_of(result):
     return without_times(read_metrics(result.folder / "metrics.jsonl"))
 
 
-def test_a_dict_and_a_config_and_a_file_are_one_config(counted, tmp_path):
+def test_dict_config_and_file_give_one_config(counted, tmp_path):
     estimated = []
     first = counted("run", overwrite=True, check=lambda run: estimated.append(warn_of_memory(run)))
     assert len(estimated) == 1, "the run's memory is estimated before its first step"
@@ -119,7 +119,7 @@ def test_a_program_without_transformers_waits_for_no_torch(before, finds):
     assert done.returncode == 0, done.stderr
 
 
-def test_frames_data_sets_and_numpy_rows_are_kept_as_the_same_rows():
+def test_frames_data_sets_and_arrays_give_equal_rows():
     others = [
         pd.DataFrame(ROWS),
         datasets.Dataset.from_list(ROWS),
@@ -140,13 +140,13 @@ def test_frames_data_sets_and_numpy_rows_are_kept_as_the_same_rows():
         ("rows.jsonl", "problems = 'rows.jsonl': takes rows; name a file as task.file.train"),
     ],
 )
-def test_problems_that_cannot_be_used_are_refused_and_leave_nothing_behind(counted, tmp_path, problems, message):
+def test_unusable_problems_are_refused_and_leave_nothing(counted, tmp_path, problems, message):
     with pytest.raises(ValueError, match=message):
         counted("run", problems=problems)
     assert not (tmp_path / "run").exists()
 
 
-def test_problems_next_to_a_task_are_refused_and_a_file_without_a_task(counted, tmp_path):
+def test_problems_beside_a_task_are_refused(counted, tmp_path):
     with pytest.raises(ValueError, match="the config has the task gsm8k; remove it"):
         counted("run", VALUES | {"task": "gsm8k"})
     (tmp_path / "no_task.yaml").write_text(json.dumps(VALUES | {"output": "unset"}))
@@ -199,7 +199,7 @@ def test_own_rows_are_held_out_by_name(counted):
     assert set(asked) <= {row["prompt"] for row in ROWS[60:]}
 
 
-def test_on_step_sees_each_row_and_stops_the_run_which_then_resumes(counted):
+def test_on_step_sees_rows_and_stops_the_run(counted):
     seen = []
     stopped = counted("stopped", on_step=lambda row: seen.append(row["step"]) or row["step"] == 2)
     last = steps_of(stopped.folder / "checkpoints")[-1]
@@ -228,7 +228,7 @@ def test_on_step_stops_a_run_only_by_true(counted, caplog):
 
 
 @pytest.mark.slow
-def test_a_run_hides_its_programs_from_the_garbage_collector_until_it_ends(counted, monkeypatch):
+def test_a_run_hides_programs_from_the_garbage_collector(counted, monkeypatch):
     gc.unfreeze()
     monkeypatch.setattr(host_memory, "close_gaps", lambda: 1)  # as in a command
     frozen = []
@@ -245,7 +245,7 @@ def test_ctrl_c_saves_and_the_same_call_resumes(counted):
     assert rows_of(counted("stopped")) == rows_of(counted("straight"))
 
 
-def test_other_problems_and_another_reward_are_refused_with_the_remedy(counted, tmp_path):
+def test_changed_problems_and_rewards_are_refused_with_remedies(counted, tmp_path):
     result = counted("run", VALUES | {"training": {"steps": 2}}, reward=digits)
     assert result.metrics["grading/timeout"].iloc[-1] == 0, "it is counted, as the function runs in a worker"
     longer = VALUES | {"training": {"steps": 3}}
@@ -268,7 +268,7 @@ def test_a_run_continues_in_a_folder_that_was_moved(counted, tmp_path):
     assert len(counted("new", VALUES | {"training": {"steps": 4}}).metrics) == 5
 
 
-def test_changed_rows_in_a_runs_folder_are_noticed_and_the_same_call_restores_them(counted, tmp_path):
+def test_changed_rows_are_noticed_and_restored(counted, tmp_path):
     result = counted("run", VALUES | {"training": {"steps": 2}})
     (path,) = result.folder.glob("problems-*.jsonl")
     whole = path.read_text()
@@ -298,7 +298,7 @@ def test_a_metric_that_no_checkpoint_has_is_refused(counted):
 # --- Rewards of a program.
 
 
-def test_the_name_of_a_function_follows_its_code_and_what_it_reads(tmp_path, monkeypatch):
+def test_a_functions_digest_follows_code_and_values(tmp_path, monkeypatch):
     def named(text):
         path = tmp_path / f"rewards{len(list(tmp_path.iterdir()))}.py"
         path.write_text(text)
@@ -320,7 +320,7 @@ def test_the_name_of_a_function_follows_its_code_and_what_it_reads(tmp_path, mon
             passed_name(value)
 
 
-def test_a_list_of_functions_is_a_reward_with_a_part_for_each():
+def test_a_list_of_functions_gives_reward_parts():
     """TRL's list, in which each function has a signature of its own, and None where it does not apply."""
 
     def accuracy(completions, solution, **columns):
@@ -351,7 +351,7 @@ def test_a_list_of_functions_is_a_reward_with_a_part_for_each():
         custom_parts(reward._replace(function=(style, style)), rows)
 
 
-def test_keys_have_short_names_beside_a_config_and_in_its_place(counted, tmp_path, monkeypatch):
+def test_keys_have_short_names_with_any_config(counted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     named = {"model": Path("folder/tiny"), "steps": 5, "learning_rate": 1e-5, "rollout.group_size": 4, "seed": 3}
     config = api._with_task(None, ROWS, [digits, digits], {**named, "task.reward_weights": [1.0, 0.5]})
@@ -378,7 +378,7 @@ def test_keys_have_short_names_beside_a_config_and_in_its_place(counted, tmp_pat
     assert first.summary["steps"] == 3 and first.config.seed == 1 and str(first.folder) == "run"
 
 
-def test_a_closure_grades_in_worker_processes_under_the_limits_of_grading():
+def test_a_closure_grades_in_worker_processes():
     right = {"a": 1.0, "b": 0.5, "none": None}
 
     def score(prompts, completions, answers, columns):
@@ -447,7 +447,7 @@ def opened(monkeypatch):
     return policy, calls
 
 
-def test_a_call_honors_the_keys_that_it_takes_and_refuses_all_others(opened):
+def test_calls_honor_their_keys_and_refuse_others(opened):
     policy, calls = opened
     with one_device():
         policy.sample(["1+2="], 2, stop=["0", "1"], max_completion_tokens=5, temperature=0.5)
@@ -488,7 +488,7 @@ def test_a_call_honors_the_keys_that_it_takes_and_refuses_all_others(opened):
         policy.sample(["1+2="], stop=["12"])
 
 
-def test_rows_to_evaluate_on_may_have_columns_of_their_own_and_need_those_of_the_reward(opened):
+def test_evaluation_rows_need_the_rewards_columns(opened):
     policy, calls = opened
     rows = [{"prompt": "1+2=", "level": 1}, {"prompt": "3+4=", "level": 2}]
     with one_device():
@@ -556,7 +556,7 @@ print(sorted(path.name for path in policy.export("model").iterdir()))
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_in_a_running_event_loop(tmp_path):
+def test_a_script_needs_no_guard_or_free_loop(tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
     training = VALUES["training"] | {"keep_best": "evaluation/accuracy"}
     values = VALUES | {"output": "runs/own", "training": training, "grading": {"seconds": 20.0}}

@@ -84,7 +84,7 @@ class Unigrams:
 def checked(config, tmp_path, monkeypatch):
     """A function from a fault of a server to the lines of its check by name."""
 
-    def scores(policy, params, batch, sampling, *_):
+    def scores(policy, params, batch, sampling, *_, layout):
         cold = params["logits"] / sampling.temperature
         return (cold - np.log(np.exp(cold).sum()))[batch.completions]
 
@@ -108,7 +108,7 @@ def checked(config, tmp_path, monkeypatch):
             of_run = load_config(path, [f"rollout.engine.url={url}", "model.dtype=float32", *limits, *settings])
             opened = OpenedPolicy("tiny", policy, server.params)
             of_check = check_config(of_run)
-            return {line.what: line for line in EngineCheck(of_check, opened, True, True, draws).lines()}
+            return {line.name: line for line in EngineCheck(of_check, opened, True, True, draws).lines()}
 
     return check
 
@@ -152,7 +152,7 @@ def test_each_wrong_server_fails_by_name(checked, fault):
     assert remedy in lines[names[0]].remedy
 
 
-def test_a_server_with_fixed_weights_is_not_promised_a_push(checked):
+def test_a_server_with_fixed_weights_gets_no_push(checked):
     line = checked("takes no weights, rough arithmetic", draws=100)["log-probs"]
     assert line.verdict == FAIL and "other weights than the config's model, or" in line.remedy
 
@@ -179,6 +179,6 @@ def test_recjax_serve_is_an_exact_engine(tmp_path, monkeypatch, capsys):
     for sampling in ([], ["rollout.temperature=0.7", "rollout.top_k=5"]):
         with listening(None, guarded=Guarded((key,)), pushed=pushed_reader(tmp_path, policy), **options) as (port, _):
             lines = check_engine.check_server(path, f"http://127.0.0.1:{port}", [*settings, *sampling], draws=400)
-        assert [line.what for line in lines if line.verdict == FAIL] == [], capsys.readouterr().out
-        assert [line.what for line in lines if line.verdict == NOTE] == ["throughput"]
+        assert [line.name for line in lines if line.verdict == FAIL] == [], capsys.readouterr().out
+        assert [line.name for line in lines if line.verdict == NOTE] == ["throughput"]
         assert "exact engine" in capsys.readouterr().out and not (tmp_path / "run" / "pushed" / "check").exists()

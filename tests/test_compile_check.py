@@ -51,7 +51,7 @@ def remembered():
 
 
 @pytest.mark.slow
-def test_what_fits_is_status_0_and_every_part_is_told(file, planned, remembered, monkeypatch, capsys):
+def test_a_fitting_config_gives_status_0(file, planned, remembered, monkeypatch, capsys):
     monkeypatch.setattr(compile_check, "compiled", remembered)
     assert compile_check.check(file, "host", LARGE) == 0
     printed = capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_what_fits_is_status_0_and_every_part_is_told(file, planned, remembered,
 
 
 @pytest.mark.slow
-def test_a_backend_that_states_no_memory_gets_the_estimates_of_a_dry_run(planned):
+def test_a_backend_without_statistics_gets_estimates(planned):
     made = planned("model.remat=full")
     unknown = ahead.Program(None, 0.0)
     refused = ahead.Program(5 * GIB, 0.0, "RESOURCE_EXHAUSTED")
@@ -76,7 +76,7 @@ def test_a_backend_that_states_no_memory_gets_the_estimates_of_a_dry_run(planned
 
 
 @pytest.mark.campaign
-def test_too_large_is_status_1_and_the_first_change_named_makes_it_fit(file, planned, remembered, monkeypatch, capsys):
+def test_too_large_is_status_1_with_a_remedy(file, planned, remembered, monkeypatch, capsys):
     monkeypatch.setattr(compile_check, "compiled", remembered)
     made = planned(*LARGE)
     names = ahead.programs_of(made.config)
@@ -91,7 +91,7 @@ def test_too_large_is_status_1_and_the_first_change_named_makes_it_fit(file, pla
     assert compile_check.check(file, "host", [*LARGE, remedy], memory=memory) == 0
 
 
-def test_changes_come_cheapest_first_and_concern_what_is_too_large(planned):
+def test_remedies_come_cheapest_first_for_the_large_phase(planned):
     def names(made, *too_large):
         return [change for change, _ in smaller(made.config, made.prompt_tokens, made.mesh, too_large)]
 
@@ -163,7 +163,7 @@ def test_minibatches_are_compiled_as_they_are_run(planned, packs):
 
 
 @pytest.mark.campaign
-def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
+def test_weights_at_the_start_count_where_they_are_read(planned):
     start, kl = "trained parameters as they were at the start", "algorithm.reference_kl={coefficient: 0.1}"
     assert start not in planned().held and start not in ahead.arguments_of(
         planned("evaluation.initial_kl=true"), "update"
@@ -176,7 +176,7 @@ def test_the_weights_at_the_start_are_held_where_they_are_read(planned):
 
 
 @pytest.mark.campaign
-def test_a_batch_is_sampled_from_a_copy_only_where_the_sampler_keeps_its_weights(planned):
+def test_only_a_lagging_sampler_needs_a_copy(planned):
     def sampler(*options):
         return next(iter(ahead.arguments_of(planned(*options), "sample")))
 
@@ -222,7 +222,7 @@ def test_the_compilers_own_number_is_read(message, needed):
         ("host", ["training.tokens_per_micro_batch=2"], "training.tokens_per_micro_batch = 2"),
     ],
 )
-def test_what_could_not_be_is_status_2_with_the_reason(file, capsys, topology, options, reason):
+def test_invalid_arguments_are_status_2_with_the_reason(file, capsys, topology, options, reason):
     assert compile_check.check(file, topology, ["output=x", *options]) == 2
     assert reason in capsys.readouterr().err
 

@@ -64,7 +64,7 @@ def without_name(numbers: dict) -> dict:
 
 
 @pytest.mark.slow
-def test_the_folder_holds_every_completion_and_the_numbers_of_them(finished, tmp_path, picture):
+def test_the_folder_has_completions_and_their_numbers(finished, tmp_path, picture):
     folder, config = finished
     output, numbers = evaluate(config(), str(folder / "run"), str(tmp_path / "out"))
     assert {file.name for file in output.iterdir()} == {
@@ -86,7 +86,7 @@ def test_the_folder_holds_every_completion_and_the_numbers_of_them(finished, tmp
 
 
 @pytest.mark.slow
-def test_the_base_policy_gets_what_a_runs_first_evaluation_says(finished, tmp_path):
+def test_the_base_policy_repeats_a_runs_first_evaluation(finished, tmp_path):
     _, config = finished
     folder = tmp_path / "trained"
     train(config(f"output={folder / 'run'}"))
@@ -100,7 +100,7 @@ def test_the_base_policy_gets_what_a_runs_first_evaluation_says(finished, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_checkpoint_and_its_export_give_the_same_numbers_and_an_older_one_others(finished, tmp_path):
+def test_a_checkpoint_and_its_export_give_equal_numbers(finished, tmp_path):
     folder, config = finished
     export(str(folder / "run"), None, str(tmp_path / "exported"), None, "float32")
     newest, by_step, exported, older = (
@@ -179,7 +179,7 @@ def test_checkpoints_that_are_not_there_are_refused(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_are_evaluated_and_the_run_alone_describes_its_model(finished, tmp_path):
+def test_adapters_are_evaluated_from_the_runs_folder(finished, tmp_path):
     _, config = finished
     lora = config("model.lora={rank: 2, alpha: 8}", f"output={tmp_path / 'lora'}", "optimizer.learning_rate=0.1")
     train(lora)

@@ -88,7 +88,7 @@ def test_a_run_answers_in_transformers_as_it_does_here(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_older_checkpoint_is_another_policy_and_only_what_was_trained_differs(finished):
+def test_checkpoints_differ_only_in_trained_parameters(finished):
     run, config, _prepared, _ = finished
     older, (_, policy, newer, version, *_) = open_policy(run, step=1).params, open_policy(run)
     assert version == 2 and policy.decoder.config.lora is None
@@ -145,7 +145,7 @@ def test_a_missing_checkpoint_and_a_changed_task_are_refused(finished, tmp_path)
 @pytest.mark.parametrize("finished", ["all"], indirect=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", ["model.lora={rank: 2, alpha: 8}", "model.freeze=[embedding]"])
-def test_a_run_on_a_base_needs_neither_its_data_nor_its_reward_any_more(finished, trained, tmp_path, monkeypatch):
+def test_exports_need_neither_data_nor_reward(finished, trained, tmp_path, monkeypatch):
     export(str(finished[0]), None, str(tmp_path / "base"), None, "float32")
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 6) for b in range(1, 6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -231,7 +231,7 @@ def test_a_license_of_the_base_is_passed_on(tmp_path):
     assert libraries == ["transformers", "peft"]
 
 
-def test_a_push_makes_a_private_repository_and_its_errors_are_one_line(tmp_path, monkeypatch):
+def test_a_push_makes_a_private_repository(tmp_path, monkeypatch):
     done = []
 
     class Hub:

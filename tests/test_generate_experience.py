@@ -146,7 +146,7 @@ def recorded(path):
 
 
 @pytest.mark.slow
-def test_killed_and_given_again_it_goes_on_with_the_same_rows(tiny, generated, tmp_path):
+def test_a_killed_command_continues_with_the_same_rows(tiny, generated, tmp_path):
     path = tmp_path / "s.db"
     command = ["-m", "recjax.generate_experience", "--config", tiny[1], *SETTINGS, "--output", path, "--steps"]
     process = Command([*command, "1000"], stderr=subprocess.DEVNULL)

@@ -116,7 +116,7 @@ def test_a_column_says_who_wrote_each_row(tmp_path):
         import_rows(files, columns, TIME, source="gpt")
 
 
-def test_rows_of_a_file_keep_their_names_from_version_to_version(tmp_path):
+def test_a_files_rows_keep_their_names(tmp_path):
     """By these a file that a store has already is refused."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "reward": 1}\n')
     assert imported([tmp_path / "a.jsonl"])[0].id == "e89768c485b3/000000"
@@ -128,7 +128,7 @@ def test_parquet_parts_that_a_row_lacks_are_no_parts(tmp_path):
     assert [row.reward_parts for row in found] == [{"a": 1.0}, {"b": 2.0}, None]
 
 
-def test_tokens_and_log_probs_come_with_their_vocabulary_and_distribution(tmp_path):
+def test_tokens_come_with_vocabulary_and_distribution(tmp_path):
     character_tokenizer("1+2=").save_pretrained(tmp_path / "model")
     row = {"prompt": "1+1=", "completion": "2", "reward": 1, "tokens": [3, 0], "logprobs": [-0.5, -0.25]}
     files, columns = [write(tmp_path / "a.jsonl", [row])], Columns()
@@ -307,7 +307,7 @@ def test_a_number_keeps_its_value_as_an_answer(tmp_path, answer, text):
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32"])
-def test_an_answer_has_the_digits_of_its_columns_type_and_log_probs_keep_theirs(tmp_path, kind):
+def test_answers_and_log_probs_keep_their_digits(tmp_path, kind):
     table = {"prompt": ["x"], "completion": ["y"], "answer": np.array([0.1], kind), "reward": np.array([0.7], kind)}
     table |= {"tokens": [[1]], "logprobs": pa.array([[-0.1]], pa.list_(pa.float32()))}
     pq.write_table(pa.table(table), tmp_path / "a.parquet")

@@ -87,7 +87,7 @@ def linted(tool: str, *arguments) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, *DOCKERFILES, JOBSET], ids=lambda path: path.name)
-def test_a_launch_file_is_short_and_names_what_it_needs(path):
+def test_launch_files_are_short_and_name_their_needs(path):
     lines = path.read_text().splitlines()
     assert len(lines) < 40
     header = [line for line in lines[:12] if line.startswith("#")]
@@ -101,7 +101,7 @@ def test_shell_scripts_pass_shellcheck():
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_a_dockerfile_passes_hadolint_and_installs_an_extra_that_is_there(path):
+def test_dockerfiles_pass_hadolint_and_install_real_extras(path):
     checked = linted("hadolint", path)
     assert checked.returncode == 0, checked.stdout
     text = path.read_text()
@@ -113,7 +113,7 @@ def test_a_dockerfile_passes_hadolint_and_installs_an_extra_that_is_there(path):
     assert {"setup.py", "README.md", "LICENSE", "recjax"} <= {*sources}
 
 
-def test_the_jobset_is_one_and_its_numbers_and_names_agree():
+def test_the_jobsets_numbers_and_names_agree():
     jobset = yaml.safe_load(JOBSET.read_text())
     jsonschema.validate(jobset, JOBSET_SCHEMA)
     (job,) = jobset["spec"]["replicatedJobs"]
@@ -139,7 +139,7 @@ def test_the_jobset_is_one_and_its_numbers_and_names_agree():
         ("tpu.Dockerfile", "--stop-timeout "),
     ],
 )
-def test_a_run_that_is_stopped_has_time_for_a_checkpoint(name, key):
+def test_a_stopped_run_has_time_for_a_checkpoint(name, key):
     """The defaults are 30 s of SLURM and Kubernetes, and 10 s of Docker."""
     text = (LAUNCH / name).read_text()
     (seconds,) = re.findall(rf"{key}(\d+)", text)
@@ -165,7 +165,7 @@ def test_a_faulty_jobset_is_refused(fault):
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, JOBSET], ids=lambda path: path.name)
-def test_configs_and_keys_that_a_launch_file_names_are_there(path):
+def test_configs_and_keys_in_launch_files_exist(path):
     text = path.read_text()
     assert all((ROOT / name).is_file() for name in re.findall(r"experiments/[\w/]+\.yaml", text))
     assert {*re.findall(r"\b(mesh\.\w+)=", text)} <= {*KEYS}
@@ -181,7 +181,7 @@ def local_processes(tmp_path, *options):
 
 
 @pytest.mark.campaign
-def test_the_local_one_trains_in_two_processes_of_two_devices(tmp_path):
+def test_the_local_launch_trains_in_two_processes(tmp_path):
     options = ["training.steps=1", "evaluation.every=0", "evaluation.problems=4", "mesh.fsdp=4", "mesh.data=1"]
     done = local_processes(tmp_path, *options)
     assert done.returncode == 0, done.stderr
@@ -197,7 +197,7 @@ while :; do sleep 0.05; done
 """
 
 
-def test_the_local_one_ends_after_the_checkpoints_of_its_processes(tmp_path):
+def test_the_local_launch_ends_after_all_checkpoints(tmp_path):
     (tmp_path / "python").write_text(SLOW_TO_STOP)
     (tmp_path / "python").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "FOLDER": str(tmp_path)}

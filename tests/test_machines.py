@@ -19,7 +19,7 @@ def test_a_test_is_numeric_where_a_helper_compares():
     assert not machines.is_numeric(counts)
 
 
-def test_moved_numbers_are_one_unit_in_the_last_place_away():
+def test_moved_numbers_differ_by_one_last_unit():
     x = np.array([0.0, 1.5, -2.5, 0.3, 7.0])
     change = machines.moved(x) - x.astype(np.float32)
     np.testing.assert_array_equal(np.sign(change), [0, -1, 1, -1, 1])

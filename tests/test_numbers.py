@@ -206,7 +206,7 @@ def test_the_card_names_the_authors_of_the_citation():
     assert f"author={{{' and '.join(map(', '.join, authors))}}}" in card and len(authors) == 8
 
 
-def test_algorithms_that_need_no_logprobs_are_those_of_the_page():
+def test_the_page_lists_algorithms_without_logprobs():
     listed = re.search(r"read none\s\(([^)]+)\)\saccept `unneeded`", page("docs/experience.md"))[1]
     free = [name for name in PRESETS if not build_algorithm(name, {}).needs_behavior_logprobs]
     assert len(re.split(", | and ", " ".join(listed.split()))) == len(free)

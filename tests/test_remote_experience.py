@@ -106,7 +106,7 @@ def test_a_server_of_texts_that_fails_now_and_then(config, tmp_path, monkeypatch
     assert asked[-1]["min_p"] == 0.2
 
 
-def test_answers_are_in_the_store_when_the_server_fails_later(config, tmp_path, monkeypatch):
+def test_answers_are_stored_before_the_server_fails(config, tmp_path, monkeypatch):
     monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
     asked = []
 
@@ -120,7 +120,7 @@ def test_answers_are_in_the_store_when_the_server_fails_later(config, tmp_path, 
     assert len(read_columns(tmp_path / "store")) == 6
 
 
-def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_path):
+def test_only_certain_token_ids_and_log_probs_count(config, tmp_path):
     policy = policy_of(config)
     tokenizer, end = policy.tokenizer, policy.stop_ids[0]
 
@@ -148,7 +148,7 @@ def test_token_ids_and_log_probs_are_taken_where_they_are_certain(config, tmp_pa
         np.testing.assert_array_equal(row.behavior_logprobs, np.full(len(row.completion_tokens), -0.5, np.float32))
 
 
-def test_log_probs_under_cuts_are_taken_with_the_sets_of_vllm(config):
+def test_log_probs_under_cuts_need_vllms_sets(config):
     cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9, "kept_ids": 2})})
     policy = policy_of(cut)
     ids = [*policy.tokenizer.encode("7"), policy.stop_ids[0]]
@@ -213,7 +213,7 @@ def choice_of(body, changes, text="12"):
 
 
 @pytest.mark.parametrize("wrong", campaign_except(WRONG, *WRONG[::4]))
-def test_a_reply_that_is_no_completion_is_asked_for_again_or_left_out(config, caplog, wrong):
+def test_unusable_replies_are_repeated_or_left_out(config, caplog, wrong):
     kind, changes, reason = wrong
     seeds = []
 
@@ -235,7 +235,7 @@ def test_a_reply_that_is_no_completion_is_asked_for_again_or_left_out(config, ca
 
 
 @pytest.mark.parametrize(("reason", "truncated"), [("stop", False), ("eos_token", False), ("length", True)])
-def test_a_completion_that_has_ended_is_taken_and_may_be_empty(config, reason, truncated):
+def test_an_ended_completion_may_be_empty(config, reason, truncated):
     changes = {"message": {"content": "", "refusal": None, "reasoning_content": None}, "finish_reason": reason}
     with (
         fake(lambda path, body: (200, {"choices": [choice_of(body, changes)] * body["n"]})) as url,

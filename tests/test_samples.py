@@ -63,7 +63,7 @@ def displayed(folder, page, script=""):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.slow
-def test_a_page_opens_where_something_is_seen_compares_and_unfolds_a_trajectory(tmp_path):
+def test_a_page_compares_runs_and_unfolds_trajectories(tmp_path):
     dull = {"probability": [0.5, 0.5], "probability_now": [0.5, 0.5], "kept": [1, 1], "question": "2+2="}
     rows = [ROW | dull | {"step": 1}, ROW | {"question": "2+2=", "step": 2}, ROW | dull | {"step": 3}]
     shown = displayed(tmp_path, [{"name": "run", "about": "about", "rows": rows}])
@@ -81,7 +81,7 @@ def test_a_page_opens_where_something_is_seen_compares_and_unfolds_a_trajectory(
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.slow
-def test_a_followed_page_shows_the_newest_step_and_keeps_what_was_chosen(tmp_path):
+def test_a_followed_page_shows_the_newest_step(tmp_path):
     dull = {"probability": [0.5, 0.5], "probability_now": [0.5, 0.5], "kept": [1, 1]}
     rows = [ROW | {"step": 1}, ROW | dull | {"step": 2}, ROW | dull | {"step": 3}]
     run = {"name": "run", "about": "about", "rows": rows, "follows": True}
@@ -127,7 +127,7 @@ def test_a_page_follows_a_run_until_it_ends(tmp_path, monkeypatch):
     assert '"follows"' not in page.read_text()
 
 
-def test_what_is_no_run_or_has_nothing_kept_is_refused(tmp_path):
+def test_folders_without_kept_completions_are_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no config.yaml"):
         write_page([tmp_path], tmp_path / "page.html")
     (tmp_path / "config.yaml").write_text(TINY)

@@ -297,7 +297,7 @@ def test_trainings_can_be_run_dry(command, tmp_path, monkeypatch, capsys):
         (["model.decoder.hidden_size=0"], 2, "error: override 'model.decoder.hidden_size=0'"),
     ],
 )
-def test_the_status_of_a_dry_run_says_whether_the_run_can_start(options, status, said):
+def test_a_dry_runs_status_tells_if_it_starts(options, status, said):
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     arguments = ["-m", "recjax.train", "--config", "experiments/quickstart.yaml", "--dry_run", *options]
     done = commands.run(arguments, env=environment)

@@ -43,7 +43,7 @@ def write(tmp_path):
     return written
 
 
-def test_grids_are_crossed_and_runs_that_two_grids_name_come_once(write, tmp_path):
+def test_grids_are_crossed_without_repeated_runs(write, tmp_path):
     base, runs = read_sweep(write(), extra=["training.steps=3"])
     assert base == tmp_path / "tiny.yaml"
     assert [run.name for run in runs] == ["grpo__0", "wide__0", "wide__1"]
@@ -89,7 +89,7 @@ def test_overrides_are_for_all_runs_and_settings_win(write):
     assert read_sweep(write(overrides={"training.steps": 7}), smoke=True)[1][0].config.training.steps == 1
 
 
-def test_smoke_runs_its_own_grids_in_a_folder_of_their_own(write, tmp_path):
+def test_smoke_has_its_own_grids_and_folder(write, tmp_path):
     (run,) = read_sweep(write(), smoke=True)[1]
     assert run.name == "grpo__1" and run.config.training.steps == 1
     assert Path(run.config.output).parent == tmp_path / "runs_smoke"
@@ -118,13 +118,13 @@ def test_smoke_runs_its_own_grids_in_a_folder_of_their_own(write, tmp_path):
         ({"settings": {"a": {"logs": {}}}, "grids": [{"a": "all"}]}, "setting logs has the name of the logs' folder"),
     ],
 )
-def test_what_a_file_must_not_say_is_refused_before_work(write, changes, message):
+def test_invalid_sweep_files_are_refused_before_work(write, changes, message):
     with pytest.raises(ValueError, match=message):
         read_sweep(write(**changes), smoke="smoke" in changes)
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_reported_and_the_others_go_on_and_a_second_call_does_only_what_is_missing(write, monkeypatch):
+def test_a_failed_run_stops_no_other_run(write, monkeypatch):
     monkeypatch.setattr(
         sweep.subprocess, "Popen", lambda command, preexec_fn, **options: Command(command[1:], **options)
     )
@@ -149,7 +149,7 @@ def test_a_failed_run_is_reported_and_the_others_go_on_and_a_second_call_does_on
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_stops_its_runs_and_goes_on_where_they_were(write, tmp_path):
+def test_a_stopped_sweep_stops_and_resumes_its_runs(write, tmp_path):
     path = write()
     arguments = ["--smoke", "training.steps=2000", "training.checkpoint_every=20", "evaluation.every=0"]
     command = ["-m", "recjax.sweep", path]
@@ -190,7 +190,7 @@ def test_workers_share_the_cores(write, monkeypatch):
     assert seen == ["4", "4", "4"]
 
 
-def test_the_bar_counts_steps_of_all_runs_and_names_those_at_work(write, monkeypatch, tmp_path):
+def test_the_bar_counts_steps_and_names_active_runs(write, monkeypatch, tmp_path):
     """One run was finished before, and the two others are at work together."""
     base, runs = read_sweep(write(), extra=["training.steps=40"])
 
@@ -240,7 +240,7 @@ def test_the_bar_counts_steps_of_all_runs_and_names_those_at_work(write, monkeyp
     assert any(", ".join(sorted(text.split(", ")[1:])) == names for _, _, text in bars)
 
 
-def test_a_run_that_ends_with_status_0_and_is_not_whole_has_failed(write, monkeypatch):
+def test_an_incomplete_run_with_status_0_has_failed(write, monkeypatch):
     class Process:
         def __init__(self, command, stdout, stderr, env, preexec_fn):
             stdout.write("bye\n")

@@ -50,7 +50,7 @@ def test_help_waits_for_nothing_heavy():
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "cpu"), ({"JAX_PLATFORMS": "tpu"}, "tpu")])
 @pytest.mark.skipif(any(map(glob.glob, recjax._DEVICES)), reason="needs a machine without accelerators")
-def test_an_installed_libtpu_stays_out_of_processes_without_a_tpu(tmp_path, given, expected):
+def test_libtpu_stays_out_of_processes_without_tpus(tmp_path, given, expected):
     (tmp_path / "libtpu.py").write_text("")
     program = "import os, sys, recjax; print(os.environ.get('JAX_PLATFORMS'), 'libtpu' in sys.modules)"
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
@@ -60,7 +60,7 @@ def test_an_installed_libtpu_stays_out_of_processes_without_a_tpu(tmp_path, give
 
 
 @pytest.mark.slow
-def test_a_run_on_a_users_own_problems_and_reward_prints_its_result(config, tmp_path):
+def test_a_run_on_own_problems_prints_its_result(config, tmp_path):
     rows = [{"question": f"{a}-{b}=", "result": a - b} for a in range(9) for b in range(9)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = [
@@ -110,7 +110,7 @@ def test_user_errors_are_one_line_and_leave_nothing_behind(config, tmp_path, sta
         ("grading.workers=4", "grading = {.*does not apply to task.reward = .*tiny_run:digit_share.*remove the block"),
     ],
 )
-def test_what_only_the_task_shows_is_refused_before_there_is_a_folder(config, tmp_path, override, message):
+def test_task_errors_come_before_the_folder_exists(config, tmp_path, override, message):
     with pytest.raises(ValueError, match=message):
         train(load_config(config, [f"output={tmp_path / 'run'}", override]))
     assert not (tmp_path / "run").exists()

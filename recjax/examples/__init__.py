@@ -11,12 +11,14 @@ _FOLDER = Path(__file__).parent
 
 def example_names() -> list[str]:
     """Names of the examples, such as `quickstart` or `gsm8k/on_policy`."""
-    files = [*_FOLDER.glob("*.yaml"), *_FOLDER.glob("*/*.yaml")]
-    return sorted(file.relative_to(_FOLDER).with_suffix("").as_posix() for file in files)
+    names = []
+    for pattern in ("*.yaml", "*/*.yaml"):
+        names += [file.relative_to(_FOLDER).with_suffix("").as_posix() for file in _FOLDER.glob(pattern)]
+    return sorted(names)
 
 
 def config_file(path: str | Path) -> Path:
-    """The file of a config. A file of the user comes before the example with the same name.
+    """The config's file. A user's file comes before the example with the same name.
 
     Args:
         path: a file, or the name of an example. Whoever reads the file reports a path with an ending that is no file.
@@ -34,7 +36,8 @@ def config_file(path: str | Path) -> Path:
         raise UserError(given, "no such file", f"for recjax's example of this name give {name}")
     if os.path.exists(path) or os.path.splitext(given)[1]:
         return Path(path)
+    problem = "neither a file nor the name of an example"
     nearest = difflib.get_close_matches(given, names)
-    meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-    remedy = f"give a YAML file or one of these names: {', '.join(names)}"
-    raise UserError(given, f"neither a file nor the name of an example{meant}", remedy)
+    if nearest:
+        problem += f"; did you mean {' or '.join(nearest)}?"
+    raise UserError(given, problem, f"give a YAML file or one of these names: {', '.join(names)}")

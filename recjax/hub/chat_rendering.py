@@ -1,7 +1,6 @@
 """Renders chats with a model's chat template, which is untrusted code: a worker process with limits runs it."""
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -20,10 +19,10 @@ from recjax.runtime.workers import CallFailed, Workers
 SECONDS = 30.0  # time limit of a call, which gets a hundredth of a second more for each chat
 TURN_SECONDS = 10.0  # time limit for a turn of an agent, or a request to the server
 _MEMORY_BYTES = 2**30
-_LONGEST = 10_000_000  # characters in one rendered chat
-CHAT_DATE = "chat_date"  # key in a tokenizer's init_kwargs: the date, YYYY-MM-DD, that its template gets
-_REPLY = "recjax-reply"  # assistant message that marks where to look for the text after a turn
-TEMPLATE_KWARGS = "recjax_chat_template_kwargs"  # key in a tokenizer's init_kwargs: variables for all chats
+_LONGEST = 10_000_000  # a rendered chat has at most so many characters
+CHAT_DATE = "chat_date"  # this key in a tokenizer's init_kwargs has the template's current date, YYYY-MM-DD
+_REPLY = "recjax-reply"  # the text after a turn follows this assistant message
+TEMPLATE_KWARGS = "recjax_chat_template_kwargs"  # this key in a tokenizer's init_kwargs has variables for all chats
 Chat = Sequence[Mapping[str, Any]]
 
 
@@ -45,7 +44,7 @@ def render_chats(
         seconds: time limit for all chats together, see SECONDS.
         tools: JSON schemas of functions that the template shows to the model.
         variables: template variables for each chat, `tools` included; they override `set_template_kwargs`.
-        asks: flag; if False, the text ends with the last message.
+        asks: True: the text asks for the next turn; False: it ends with the last message.
     Raises:
         UserError: the tokenizer has no template, or the template does not read a variable, refuses messages or exceeds
             a limit.
@@ -55,14 +54,18 @@ def render_chats(
             problem="the tokenizer has no chat template",
             remedy="use an instruct model's, or give prompts as plain text",
         )
-    names = {name for chat_variables in variables or [] for name in chat_variables}
+    if not variables:
+        variables = [{}] * len(chats)
+    names = set().union(*variables)
     check_variables(tokenizer, sorted(names), "chat_template_kwargs")
     common = tokenizer.special_tokens_map | tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
-    fixed = {"tokenize": False, "add_generation_prompt": asks} | ({} if tools is None else {"tools": list(tools)})
-    requests = [
-        ([dict(message) for message in chat], {**common, **chat_variables, **fixed})
-        for chat, chat_variables in zip(chats, variables or [{}] * len(chats), strict=True)
-    ]
+    fixed: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks}
+    if tools is not None:
+        fixed["tools"] = list(tools)
+    requests = []
+    for chat, chat_variables in zip(chats, variables, strict=True):
+        messages = [dict(message) for message in chat]
+        requests.append((messages, common | chat_variables | fixed))
     date = tokenizer.init_kwargs.get(CHAT_DATE)
     limit = seconds + len(chats) / 100
     name = f"the chat template of {tokenizer.name_or_path or 'this tokenizer'}"
@@ -101,21 +104,26 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     Returns:
         None if the tokenizer has no template, or the template refuses a chat of two turns or writes no such token.
     """
-    return _turn_end(tokenizer, str(tokenizer.chat_template)) if tokenizer.chat_template else None
+    if not tokenizer.chat_template:
+        return None
+    return _turn_end(tokenizer, str(tokenizer.chat_template))
 
 
 @functools.lru_cache(maxsize=8)
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
-    del template  # part of the cache key only, because a tokenizer's template can be replaced
+    del template  # the cache key needs it, because a tokenizer's template can be replaced
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _REPLY}]
     try:
         (text,) = render_chats(tokenizer, [chat], asks=False)
     except UserError:
         return None
-    _, reply, behind = text.rpartition(_REPLY)
-    ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False) if reply else []
-    is_special = ids and (ids[0] in tokenizer.added_tokens_decoder or ids[0] in tokenizer.all_special_ids)
-    return ids[0] if is_special else None
+    if _REPLY not in text:
+        return None
+    text_after = text.rpartition(_REPLY)[2]
+    ids = tokenizer.encode(text_after.lstrip(), add_special_tokens=False)
+    if ids and (ids[0] in tokenizer.added_tokens_decoder or ids[0] in tokenizer.all_special_ids):
+        return ids[0]
+    return None
 
 
 def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
@@ -155,10 +163,10 @@ def reads_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 def _rendered(
     template: str | dict[str, str], requests: Sequence[tuple[list[dict], dict[str, Any]]], date: str | None
 ) -> list[str] | str:
-    """Runs in the worker: renders messages with their variables; returns the reason if the template refuses them.
+    """Renders messages with their variables, in the worker; returns the reason if the template refuses them.
 
     Args:
-        date: date, YYYY-MM-DD, that is the template's current time; None: the clock's.
+        date: the template's current date, YYYY-MM-DD; None: the clock's.
     """
 
     class Stopped(datetime):
@@ -178,9 +186,12 @@ def _rendered(
             return f"takes more than {_MEMORY_BYTES >> 20} MiB; correct the model's chat_template"
         except Exception as error:  # operations inside a template can raise any exception
             roles = [message.get("role") for message in chat]
-            remedy = "; if it takes no system message, say it in the first user message" if "system" in roles else ""
-            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-            return f"refuses messages with roles {roles}: {kind}{str(error)[:500]}{remedy}"
+            reason = str(error)[:500]
+            if not isinstance(error, jinja2.TemplateError):
+                reason = f"{type(error).__name__}: {reason}"
+            if "system" in roles:
+                reason += "; if it takes no system message, say it in the first user message"
+            return f"refuses messages with roles {roles}: {reason}"
         if len(texts[-1]) > _LONGEST:
             return f"makes a prompt of {len(texts[-1])} characters; correct the model's chat_template"
     return texts
@@ -188,48 +199,63 @@ def _rendered(
 
 def _applied(template: Callable[[Chat], str], chat: Chat) -> str:
     """Renders a chat; tool-call arguments are objects, or JSON text if the template prints them unencoded."""
-    objects = []
+    objects: list[Any] = []
 
     def as_object(arguments: Any) -> Any:
-        with contextlib.suppress(ValueError, RecursionError):  # text that is not JSON stays unchanged
-            parsed = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        objects.append(arguments)
-        return arguments
-
-    def as_text(arguments: Any) -> Any:
-        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+        parsed = _as_object(arguments)
+        objects.append(parsed)
+        return parsed
 
     with_objects = [_with_arguments(message, as_object) for message in chat]
     try:
         text = template(with_objects)
         # Python's notation of a dict in the text means that the template needed JSON text.
-        printed = [
-            str(arguments) for arguments in objects if str(arguments) != as_text(arguments) and str(arguments) in text
-        ]
+        notations = [str(arguments) for arguments in objects if str(arguments) != _as_text(arguments)]
+        printed = [notation for notation in notations if notation in text]
     except MemoryError:
         raise
     except Exception:
         if not objects:
             raise
-        text = None
-        printed: list[Any] = [None]
-    if printed:
-        text_of_json = template([_with_arguments(message, as_text) for message in chat])
-        if text is None or any(notation not in text_of_json for notation in printed):
-            text = text_of_json
-    return str(text)
+        return template([_with_arguments(message, _as_text) for message in chat])
+    if not printed:
+        return text
+    text_of_json = template([_with_arguments(message, _as_text) for message in chat])
+    if all(notation in text_of_json for notation in printed):
+        return text  # the messages themselves contain the notation
+    return text_of_json
+
+
+def _as_object(arguments: Any) -> Any:
+    """The object in JSON text; other arguments stay unchanged."""
+    parsed = arguments
+    if arguments is None or isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    """The JSON text of an object; other arguments stay unchanged."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
     """Copies the message and applies `form` to the arguments of tool calls."""
-
-    def changed(call: Any) -> Any:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed_calls = []
+    for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or "arguments" not in function:
-            return call
-        function = {**function, "arguments": form(function["arguments"])}
-        return {**call, "function": function} if "function" in call else function
-
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [*map(changed, calls)]} if isinstance(calls, list) else message
+            changed_calls.append(call)
+            continue
+        changed_function = {**function, "arguments": form(function["arguments"])}
+        if "function" in call:
+            changed_calls.append({**call, "function": changed_function})
+        else:
+            changed_calls.append(changed_function)
+    return {**message, "tool_calls": changed_calls}

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Files are listed by name because a folder may also hold files of an adapter or a trainer, which do not belong to the
 # merged model. Licenses require that copies include them.
 COMPANION_FILES = (
-    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.json", "*.jinja"),
-    *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*"),
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "LICENSE*",
+    "NOTICE*",
 )
 
 
@@ -80,11 +93,7 @@ def export_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}", "is not supported", f"use {', '.join(DTYPES)}")
     with whole_folder(Path(output)) as partial:
-        for file in {file for pattern in COMPANION_FILES for file in base.glob(pattern)}:
-            if file.is_file() and file.name != "config.json":
-                copy = partial / file.relative_to(base)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
+        _copy_companions(base, partial)
         written = json.loads((base / "config.json").read_text(encoding="utf-8-sig"))
         fields = text_fields(written)
         if fields is not written:
@@ -97,18 +106,34 @@ def export_model(
         generation = partial / "generation_config.json"
         if unlisted and generation.is_file():
             options = json.loads(generation.read_text(encoding="utf-8-sig"))
-            write_json(generation, options | {"eos_token_id": [*listed, *unlisted]})
+            options["eos_token_id"] = listed + unlisted
+            write_json(generation, options)
         elif unlisted:
-            fields["eos_token_id"] = [*listed, *unlisted]
+            fields["eos_token_id"] = listed + unlisted
         # transformers 4 wrote torch_dtype; 5 writes dtype and reads both.
-        for name in {"dtype", "torch_dtype"} & fields.keys() or {"dtype"}:
-            fields[name] = dtype
+        if "torch_dtype" in fields:
+            fields["torch_dtype"] = dtype
+        if "dtype" in fields or "torch_dtype" not in fields:
+            fields["dtype"] = dtype
         write_json(partial / "config.json", fields)
         if read_config(partial).tie_embeddings != config.tie_embeddings:  # the base's weights had a separate head
-            write_json(partial / "config.json", fields | {"tie_word_embeddings": config.tie_embeddings})
+            fields["tie_word_embeddings"] = config.tie_embeddings
+            write_json(partial / "config.json", fields)
         for name, content in extra_files.items():
             (partial / name).write_bytes(content)
         _write_weights(partial, config, params, dtype, max_shard_bytes)
+
+
+def _copy_companions(base: Path, folder: Path) -> None:
+    """Copies the base's files that belong to the model, except its config.json."""
+    files = set()
+    for pattern in COMPANION_FILES:
+        files.update(base.glob(pattern))
+    for file in files:
+        if file.is_file() and file.name != "config.json":
+            copy = folder / file.relative_to(base)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def write_base(
@@ -121,7 +146,7 @@ def write_base(
     """Writes config.json, tokenizer and generation config of a plain Llama decoder.
 
     Args:
-        max_positions: number of tokens for `max_position_embeddings`; serving programs need it, recjax ignores it.
+        max_positions: value of `max_position_embeddings` in tokens; serving programs need it, recjax ignores it.
     Raises:
         UserError: the decoder has a feature that Llama's config.json cannot express.
     """
@@ -136,8 +161,10 @@ def write_base(
         "dtype": "float32",
         "eos_token_id": tokenizer.eos_token_id,
     }
+    fields |= {field: options[name] for name, field in FIELDS.items()}
+    fields |= SILU
     special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    fields |= {field: options[name] for name, field in FIELDS.items()} | SILU | special
+    fields |= special
     write_json(folder / "config.json", fields)
     write_json(folder / "generation_config.json", {"eos_token_id": stop_ids} | special)
     tokenizer.save_pretrained(folder)
@@ -154,8 +181,8 @@ def write_adapters(
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors for `peft.PeftModel.from_pretrained(base, folder)`.
 
-    PEFT joins the adapters of an expert's projections, so that all three are written; absent ones are zero. Adapters
-    of a multimodal model have the names that transformers' class for the whole model gives its text half.
+    PEFT joins the adapters of an expert's projections, so recjax writes all three; absent ones are zero. Adapters of a
+    multimodal model have the names that transformers' class for the complete model gives its text half.
 
     Args:
         folder: existing folder.
@@ -168,64 +195,54 @@ def write_adapters(
     is_multimodal = written.get("model_type") in CONTAINERS
     lora = config.lora
     assert lora is not None
-    plain = dataclasses.replace(config, lora=None)
-    leaves = flatten(jax.device_get(params))
-    names = tensor_names(plain)
-    rows = fused_rows(plain)
-    experts = config.experts
-    adapts_experts = experts is not None and not {"gate", "up", "down"}.isdisjoint(lora.targets)
-    if experts is not None and adapts_experts and (experts.dense or experts.shared_size):
-        raise UserError(
-            f"model.lora.targets = {list(lora.targets)}",
-            "PEFT reads no adapters of experts (gate, up, down) in models with layers without experts or with an"
-            " MLP next to them",
-            "export the merged model instead",
-        )
-    if adapts_experts:
-        targets = dict.fromkeys([*lora.targets, "gate", "up", "down"])
-        lora = lora._replace(targets=tuple(targets))
-        config = dataclasses.replace(config, lora=lora)
-        leaves = {path: np.zeros(x.shape, x.dtype) for path, x in flatten(abstract_params(config)).items()} | leaves
-    parts: dict[tuple[str, int], list[str]] = {}  # kernels by their module in the base and their index in the stack
-    for path in (path for target in lora.targets for path in names if path.endswith(f"/{target}/kernel")):
-        for index, name in enumerate(names[path]):
-            module = name.removesuffix(".weight")
-            module = module.replace("model.", TEXT_MODULES, 1) if is_multimodal else module
-            parts.setdefault((module, index), []).append(path.removesuffix("/kernel"))
-    tensors = {}
-    ranks = {}
     rank = lora.rank
-
-    def factor(kernel: str, side: str, index: int) -> np.ndarray:
-        stack = leaves[f"{kernel}_lora_{side}/kernel"]  # of layers, or of layers and experts
-        return stack.reshape(-1, *stack.shape[-2:])[index].T
-
-    for (module, index), kernels in parts.items():
+    leaves = flatten(jax.device_get(params))
+    targets = list(lora.targets)
+    if config.experts is not None and not {"gate", "up", "down"}.isdisjoint(targets):
+        if config.experts.dense or config.experts.shared_size:
+            raise UserError(
+                f"model.lora.targets = {targets}",
+                "PEFT reads no adapters of experts (gate, up, down) in models with layers without experts or with an"
+                " MLP next to them",
+                "export the merged model instead",
+            )
+        targets += [name for name in ("gate", "up", "down") if name not in targets]
+        leaves = _zeros(dataclasses.replace(config, lora=lora._replace(targets=tuple(targets)))) | leaves
+    plain = dataclasses.replace(config, lora=None)
+    fused = fused_rows(plain)
+    tensors = {}
+    ranks = {}  # the keys are the last parts of module names
+    modules = _adapted_modules(tensor_names(plain), targets, is_multimodal)
+    for (module, index), kernels in modules.items():
         # The adapters of a fused tensor are one of their joint rank, whose second matrix is block-diagonal.
         ranks[module.split(".")[-1]] = rank * len(kernels)
-        a, b = ([factor(kernel, side, index) for kernel in kernels] for side in ("a", "b"))
-        if fused := rows.get(f"{kernels[0]}/kernel"):
-            joint = np.zeros((fused.count, rank * len(kernels)), b[0].dtype)
+        a = [_factor(leaves[f"{kernel}_lora_a/kernel"], index) for kernel in kernels]
+        b = [_factor(leaves[f"{kernel}_lora_b/kernel"], index) for kernel in kernels]
+        joint_b = b[0]
+        if f"{kernels[0]}/kernel" in fused:
+            count = fused[f"{kernels[0]}/kernel"].count
+            joint_b = np.zeros((count, rank * len(kernels)), b[0].dtype)
             for number, kernel in enumerate(kernels):
-                joint[rows[f"{kernel}/kernel"].rows, number * rank : (number + 1) * rank] = b[number]
-            b = [joint]
+                rows = fused[f"{kernel}/kernel"].rows
+                joint_b[rows, number * rank : (number + 1) * rank] = b[number]
         # safetensors writes an array's memory without regard to its order, so make the array contiguous.
         tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(np.concatenate(a))
-        tensors[f"base_model.model.{module}.lora_B.weight"] = np.ascontiguousarray(b[0])
-    other_ranks = {module: joint for module, joint in ranks.items() if joint != rank}
+        tensors[f"base_model.model.{module}.lora_B.weight"] = np.ascontiguousarray(joint_b)
     write_tensors(folder / "adapter_model.safetensors", tensors)
-    lora = config.lora
-    assert lora is not None
+    joint_ranks = {module: joint_rank for module, joint_rank in ranks.items() if joint_rank != rank}
+    target_modules = list(ranks)
+    if is_multimodal:
+        # The last part of a name may also be that of a vision tower's module.
+        target_modules = [module for module, _ in modules]
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": hub_name or str(base),
-        "r": lora.rank,
+        "r": rank,
         "lora_alpha": lora.alpha,
-        # The last part of a name may also be that of a vision tower's module.
-        "target_modules": [module for module, _ in parts] if is_multimodal else list(ranks),
-        "rank_pattern": other_ranks,
-        "alpha_pattern": {module: lora.alpha * joint / rank for module, joint in other_ranks.items()},
+        "target_modules": target_modules,
+        "rank_pattern": joint_ranks,
+        "alpha_pattern": {module: lora.alpha * joint_rank / rank for module, joint_rank in joint_ranks.items()},
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -234,26 +251,53 @@ def write_adapters(
     write_json(folder / "adapter_config.json", settings)
 
 
+def _adapted_modules(
+    names: dict[str, list[str]], targets: Sequence[str], is_multimodal: bool
+) -> dict[tuple[str, int], list[str]]:
+    """Paths of adapted kernels, without `/kernel`, by their module in the base and their index in the stack.
+
+    Args:
+        names: see `tensor_names`.
+    """
+    modules: dict[tuple[str, int], list[str]] = {}
+    for target in targets:
+        for path in names:
+            if not path.endswith(f"/{target}/kernel"):
+                continue
+            for index, name in enumerate(names[path]):
+                module = name.removesuffix(".weight")
+                if is_multimodal:
+                    module = module.replace("model.", TEXT_MODULES, 1)
+                modules.setdefault((module, index), []).append(path.removesuffix("/kernel"))
+    return modules
+
+
+def _factor(stack: np.ndarray, index: int) -> np.ndarray:
+    """A matrix from a stack for each layer, or for each expert of each layer, as PEFT stores it."""
+    return stack.reshape(-1, *stack.shape[-2:])[index].T
+
+
+def _zeros(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Zeros for all parameters of a decoder, by path."""
+    return {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in flatten(abstract_params(config)).items()}
+
+
+class _View(NamedTuple):
+    """A parameter's part of a tensor, in Hugging Face's layout.
+
+    rows: the tensor's rows that these values fill; None: all.
+    """
+
+    values: np.ndarray
+    rows: np.ndarray | None
+
+
 def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str, max_shard_bytes: int) -> None:
-    leaves = flatten(jax.device_get(params))
-    table = tensor_names(config)
-    fused = fused_rows(config)
-    tensors = {}
-    places = {}
-    if leaves.keys() != table.keys():
-        raise ValueError(f"the parameters {sorted(leaves.keys() ^ table.keys())} are not those of the config")
-    # Views of the parameters in Hugging Face layout; a fused tensor has several, with their places among its rows.
-    for path, names in table.items():
-        views: Any = leaves[path] if path.startswith("layers/") else [leaves[path]]
-        if len(names) > len(views):  # a tensor for each expert of each layer
-            views = views.reshape(len(names), *views.shape[2:])
-        for name, view in zip(names, views, strict=True):
-            tensors.setdefault(name, []).append(view.T if path.endswith("/kernel") else view)
-            if path in fused:
-                places.setdefault(name, []).append(fused[path].rows)
+    tensors = _tensor_views(config, flatten(jax.device_get(params)))
+    item_bytes = jnp.dtype(dtype).itemsize
     split = split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda views: sum(view.size for view in views) * jnp.dtype(dtype).itemsize,
+        get_storage_size=lambda views: sum(view.values.size for view in views) * item_bytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
@@ -261,13 +305,7 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
         for file, names in split.filename_to_tensors.items():
             shard = {}
             for name in names:
-                with np.errstate(over="ignore"):
-                    arrays = [view.astype(jnp.dtype(dtype), order="C") for view in tensors[name]]
-                shard[name] = arrays[0]
-                if name in places:
-                    shard[name] = np.empty((sum(map(len, arrays)), arrays[0].shape[1]), arrays[0].dtype)
-                    for rows, array in zip(places[name], arrays, strict=True):
-                        shard[name][rows] = array
+                shard[name] = _joined(tensors[name], dtype)
                 if not np.isfinite(shard[name]).all():
                     raise UserError(
                         f"tensor {name!r}", f"has values that {dtype} cannot hold", "export as bfloat16 or float32"
@@ -277,6 +315,37 @@ def _write_weights(folder: Path, config: DecoderConfig, params: dict, dtype: str
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index)
+
+
+def _tensor_views(config: DecoderConfig, leaves: dict[str, Any]) -> dict[str, list[_View]]:
+    """The views of parameters that each tensor consists of; a fused tensor has several."""
+    names = tensor_names(config)
+    fused = fused_rows(config)
+    if leaves.keys() != names.keys():
+        raise ValueError(f"the parameters {sorted(leaves.keys() ^ names.keys())} are not those of the config")
+    tensors: dict[str, list[_View]] = {}
+    for path, names_of_path in names.items():
+        stack = leaves[path] if path.startswith("layers/") else leaves[path][np.newaxis]
+        if len(names_of_path) > len(stack):  # each expert of each layer has a tensor
+            stack = stack.reshape(len(names_of_path), *stack.shape[2:])
+        rows = fused[path].rows if path in fused else None
+        for name, values in zip(names_of_path, stack, strict=True):
+            if path.endswith("/kernel"):
+                values = values.T
+            tensors.setdefault(name, []).append(_View(values, rows))
+    return tensors
+
+
+def _joined(views: Sequence[_View], dtype: str) -> np.ndarray:
+    """Joins the views of a tensor, in the dtype; values beyond its range become infinite."""
+    with np.errstate(over="ignore"):
+        arrays = [view.values.astype(jnp.dtype(dtype), order="C") for view in views]
+    if views[0].rows is None:
+        return arrays[0]
+    tensor = np.empty((sum(len(array) for array in arrays), arrays[0].shape[1]), arrays[0].dtype)
+    for view, array in zip(views, arrays, strict=True):
+        tensor[view.rows] = array
+    return tensor
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -9,8 +9,15 @@ from recjax.config import Config
 from recjax.config.fields import value_of
 
 _SETTINGS = (
-    *("algorithm.preset", "optimizer.learning_rate", "regime.sync_interval", "regime.sync_offset", "regime.offline"),
-    *("rollout.max_completion_tokens", "rollout.temperature", "model.lora", "seed"),
+    "algorithm.preset",
+    "optimizer.learning_rate",
+    "regime.sync_interval",
+    "regime.sync_offset",
+    "regime.offline",
+    "rollout.max_completion_tokens",
+    "rollout.temperature",
+    "model.lora",
+    "seed",
 )
 _PAPER = """\
 ```bibtex
@@ -38,16 +45,14 @@ def model_card(
     """The text of the card, which starts with its metadata.
 
     Args:
-        config: config of the run.
-        step: step of the checkpoint.
-        summary: summary of the run, or {} if the run is unfinished.
-        made_with: newest entry of environment.json, or {}.
-        base: folder of the base model, whose README.md may name the license in the metadata.
+        config: the run's config.
+        step: the checkpoint's step.
+        summary: the run's summary, or {} if the run is unfinished.
+        made_with: newest entry in environment.json, or {}.
+        base: the base model's folder, whose README.md may name the license in its metadata.
         figure: name of the training figure in the folder, or "".
-        adapter_note: note on the use of a folder with only adapters, or ""; None: a folder with the whole model.
+        adapter_note: note on the use of a folder with only adapters, or ""; None: the folder has the complete model.
     """
-    task = config.task.chosen()
-    rollout = config.rollout
     path = config.model.path
     try:
         data: Any = ModelCard.load(base / "README.md", ignore_metadata_errors=True).data
@@ -61,26 +66,35 @@ def model_card(
         tags=["reinforcement-learning", "recjax", config.algorithm.preset],
         license=base_license,
     )
-    before, after = (summary.get(f"accuracy_{when}") for when in ("before", "after"))
-    result = "" if before is None or after is None else f"Held-out sampled accuracy: {before:.3f} → {after:.3f}.\n"
-    version = f"recjax {made_with.get('recjax', '')}".strip()
-    commit = f", commit {made_with['commit']}" if made_with.get("commit") else ""
-    settings = "".join(f"\n| {key} | `{value_of(config, key)}` |" for key in _SETTINGS)
+    rollout = config.rollout
+    policy = path or "A decoder made from scratch"
     paragraphs = [
         f"# {name}",
-        f"{path or 'A decoder made from scratch'}, trained by {config.algorithm.preset} on the task `{task}`:"
+        f"{policy}, trained by {config.algorithm.preset} on the task `{config.task.chosen()}`:"
         f" {step} optimizer steps of {rollout.prompts_per_step} prompts × {rollout.group_size} completions.",
-        result,
-        f"![Training]({figure})" if figure else "",
-        f"| setting | value |\n|---|---|{settings}",
-        adapter_note,
-        f"Made with {version}{commit}, after [arXiv 2509.24203](https://arxiv.org/abs/2509.24203). Rewards were"
-        f" `{config.task.reward_name()}`. The model was not tested on other tasks.",
-        f"The license is the base model's{'' if data.license else ', which is not in its folder'}." if path else "",
-        _PAPER,
     ]
-    return (
-        f"---\n{data.to_yaml()}\n---\n\n"
-        + "\n\n".join(paragraph.strip() for paragraph in paragraphs if paragraph)
-        + "\n"
+    before = summary.get("accuracy_before")
+    after = summary.get("accuracy_after")
+    if before is not None and after is not None:
+        paragraphs.append(f"Held-out sampled accuracy: {before:.3f} → {after:.3f}.")
+    if figure:
+        paragraphs.append(f"![Training]({figure})")
+    table = ["| setting | value |", "|---|---|"]
+    table += [f"| {key} | `{value_of(config, key)}` |" for key in _SETTINGS]
+    paragraphs.append("\n".join(table))
+    if adapter_note:
+        paragraphs.append(adapter_note.strip())
+    version = f"recjax {made_with.get('recjax', '')}".strip()
+    if made_with.get("commit"):
+        version += f", commit {made_with['commit']}"
+    paragraphs.append(
+        f"Made with {version}, after [arXiv 2509.24203](https://arxiv.org/abs/2509.24203). Rewards were"
+        f" `{config.task.reward_name()}`. The model was not tested on other tasks."
     )
+    if path and data.license:
+        paragraphs.append("The license is the base model's.")
+    elif path:
+        paragraphs.append("The license is the base model's, which is not in its folder.")
+    paragraphs.append(_PAPER)
+    text = "\n\n".join(paragraphs)
+    return f"---\n{data.to_yaml()}\n---\n\n{text}\n"

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class Policy(NamedTuple):
     """The parts of a policy that training does not change; the parameters are kept separately.
 
-    `slots` is the number of completions decoded at a time; None: as many as fit in memory. The sampler records
-    the arrays that `recording` names.
+    slots: number of completions that the engine decodes at a time; None: as many as fit in memory.
+    recording: arrays that the sampler records.
     """
 
     decoder: Decoder
@@ -39,7 +39,10 @@ class Policy(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embedding, which may differ from the tokenizer's size; the tokenizer's size without a decoder."""
+        """Number of the embedding's rows, which may differ from the tokenizer's size.
+
+        The tokenizer's size if the policy has no decoder.
+        """
         return len(self.tokenizer) if self.decoder is None else self.decoder.config.vocab_size
 
 
@@ -69,7 +72,8 @@ def policy_alone(config: Config, characters: str) -> Policy:
         decoder_config = pretrained_config(config.model.path)
         tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
         set_template_kwargs(tokenizer, config.model.chat_template_kwargs)
-        if date := tokenizer.init_kwargs.get(CHAT_DATE):
+        date = tokenizer.init_kwargs.get(CHAT_DATE)
+        if date:
             logger.info(
                 "the chat template of %s reads the clock: all prompts get the date %s (model.chat_date)",
                 config.model.path,
@@ -91,13 +95,15 @@ def policy_alone(config: Config, characters: str) -> Policy:
     replays_routing = config.rollout.record_routing
     decoder = Decoder(decoder_config, dtype, config.model.remat, replays_routing=replays_routing, **options)
     stop_ids = stop_token_ids(tokenizer, config.rollout.stop, config.model.path)
-    if unknown := [token for token in stop_ids if token >= decoder_config.vocab_size]:
+    unknown = [token for token in stop_ids if token >= decoder_config.vocab_size]
+    if unknown:
+        effect = f"the token {unknown[0]} ends no completion"
+        if len(unknown) == len(stop_ids):
+            effect = "no completion ends before its limit"
         logger.warning(
             "%s: %s, because the embedding has %d tokens and the stop ids are %s",
             config.model.path,
-            f"the token {unknown[0]} ends no completion"
-            if len(unknown) < len(stop_ids)
-            else "no completion ends before its limit",
+            effect,
             decoder_config.vocab_size,
             stop_ids,
         )
@@ -105,14 +111,14 @@ def policy_alone(config: Config, characters: str) -> Policy:
 
 
 class Teacher(NamedTuple):
-    """A model whose log-probs the policy learns from: its decoder, and all its parameters in the compute dtype."""
+    """A model whose log-probs the policy learns from, with all its parameters in the compute dtype."""
 
     decoder: Decoder
     params: dict
 
 
 def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
-    """The decoder config of `model.decoder` with `vocabulary` tokens."""
+    """The decoder config that `model.decoder` describes, for `vocabulary` tokens."""
     head_dim = shape.hidden_size // shape.num_heads
     return DecoderConfig(vocab_size=vocabulary, head_dim=head_dim, **shape.model_dump(exclude={"characters"}))
 
@@ -121,13 +127,16 @@ def compute_dtype(name: str) -> jnp.dtype:
     """The compute dtype for `model.dtype` on this machine's devices; logs on a CPU if bfloat16 is fast."""
     if jax.default_backend() != "cpu":
         return jnp.dtype("bfloat16" if name == "auto" else name)
-    fast = cpu_has_bfloat16()
+    is_fast = cpu_has_bfloat16()
     if name == "auto":
-        bfloat16 = "has bfloat16 instructions; model.dtype=bfloat16 may be faster" if fast else "lacks bfloat16"
-        logger.info("model.dtype = auto: float32, the default on CPUs; this CPU %s", bfloat16)
-    if name == "bfloat16" and not fast:
+        logger.info(
+            "model.dtype = auto: float32, the default on CPUs; this CPU %s",
+            "has bfloat16 instructions; model.dtype=bfloat16 may be faster" if is_fast else "lacks bfloat16",
+        )
+        return jnp.dtype("float32")
+    if name == "bfloat16" and not is_fast:
         logger.warning("model.dtype = bfloat16: this CPU lacks bfloat16 instructions; float32 is faster")
-    return jnp.dtype("float32" if name == "auto" else name)
+    return jnp.dtype(name)
 
 
 def cpu_has_bfloat16() -> bool:
@@ -142,7 +151,7 @@ def cpu_has_bfloat16() -> bool:
 def kernel_options(
     model: ModelConfig, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device | None = None
 ) -> dict[str, Any]:
-    """The options of a `Decoder` that choose its kernels.
+    """The `Decoder` options that choose its kernels.
 
     Args:
         device: device that runs the kernels; None: the first device of this machine.
@@ -150,8 +159,8 @@ def kernel_options(
         UserError: the device does not run what the config asks for; the message says why.
     """
     device = jax.devices()[0] if device is None else device
-    lowered_as = ("cuda", "rocm") if device.platform == "gpu" else (device.platform,)
-    if model.joined_projections and not {*lowered_as} & {*JOIN}:
+    platforms = ["cuda", "rocm"] if device.platform == "gpu" else [device.platform]
+    if model.joined_projections and not any(platform in JOIN for platform in platforms):
         raise UserError(
             problem="model.joined_projections = True needs a GPU",
             remedy=f"this is {device.device_kind}. Set it to false",
@@ -169,27 +178,35 @@ def attention_kernel(name: str, config: DecoderConfig, dtype: jnp.dtype, device:
         UserError: the kernel does not run on the device or does not support the model; the message says why.
     """
     device = jax.devices()[0] if device is None else device
-    is_nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
-    of_cudnn = [
-        (is_nvidia and float(device.compute_capability) >= 8.0, "an NVIDIA GPU of compute capability 8.0 or more"),
-        (dtype == jnp.bfloat16, "model.dtype=bfloat16"),
-        (config.head_dim % 8 == 0 and config.head_dim <= 128, "heads of a multiple of 8, at most 128"),
-        (config.attention_cap is None, "a model without a bound on attention scores"),
-    ]
-    needs = {
-        "plain": [],
-        "cudnn": of_cudnn,
-        "cudnn_lengths": of_cudnn,
-        "splash": [(device.platform == "tpu", "a TPU"), (not config.windows, "a model without windows")],
-    }
-    missing = {kernel: [need for met, need in pairs if not met] for kernel, pairs in needs.items()}
     if name == "auto":
-        return next(kernel for kernel in MEASURED if not missing[kernel])
-    if missing[name]:
+        return next(kernel for kernel in MEASURED if not _missing(kernel, config, dtype, device))
+    missing = _missing(name, config, dtype, device)
+    if missing:
         raise UserError(
             "model.attention",
-            f"needs {' and '.join(missing[name])}",
+            f"needs {' and '.join(missing)}",
             f"this is {device.device_kind} with {dtype} and heads of {config.head_dim}. Set it to plain, or to auto",
             value=name,
         )
     return name
+
+
+def _missing(kernel: str, config: DecoderConfig, dtype: jnp.dtype, device: jax.Device) -> list[str]:
+    """The needs of an attention kernel that this device and this model do not meet."""
+    missing = []
+    if kernel in ("cudnn", "cudnn_lengths"):
+        is_nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
+        if not is_nvidia or float(device.compute_capability) < 8.0:
+            missing.append("an NVIDIA GPU of compute capability 8.0 or more")
+        if dtype != jnp.bfloat16:
+            missing.append("model.dtype=bfloat16")
+        if config.head_dim % 8 or config.head_dim > 128:
+            missing.append("heads of a multiple of 8, at most 128")
+        if config.attention_cap is not None:
+            missing.append("a model without a bound on attention scores")
+    if kernel == "splash":
+        if device.platform != "tpu":
+            missing.append("a TPU")
+        if config.windows:
+            missing.append("a model without windows")
+    return missing

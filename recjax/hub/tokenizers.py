@@ -33,12 +33,12 @@ if HIDES_TORCH and os.environ.get("USE_TORCH") != "1" and _modules.setdefault("t
     transformers.utils.is_torch_available()
     del sys.modules["torch"]
 
-_CONTEXT = 32  # preceding tokens that can change how tokens decode
-_PARTS = 3  # most tokens that can make up an incomplete character
-LONG_TEXT = 4096  # characters of a text that is tokenized while other threads run
+_CONTEXT = 32  # so many preceding tokens can change how tokens decode
+_PARTS = 3  # an incomplete character has at most so many tokens
+LONG_TEXT = 4096  # recjax tokenizes texts of more characters while other threads run
 _CONFIG_BYTES = 2**18  # transformers takes minutes to check the lists of larger configs
-_TEMPLATES = "additional_chat_templates"  # folder of chat templates with names in a model folder
-_BEFORE = ("\n", "a", "0", ".", "(")  # texts to encode a text after; few tokens span both
+_TEMPLATES = "additional_chat_templates"  # this folder in a model folder contains named chat templates
+_BEFORE = ("\n", "a", "0", ".", "(")  # recjax encodes a text after these; few tokens span both
 Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 
@@ -71,7 +71,7 @@ class LinkError(UserError):
 
 
 def checked_links(folder: Path) -> Path:
-    """The folder of a model, after a check that its files are its own, since exports copy some of them.
+    """The model folder, after a check that its files are its own, since exports copy some of them.
 
     The Hugging Face cache may link files of `snapshots/REVISION` to `blobs` next to `snapshots`.
 
@@ -79,14 +79,16 @@ def checked_links(folder: Path) -> Path:
         LinkError: a file, or the folder of chat templates, is a link out of the model folder.
     """
     root = folder.resolve()
-    places = [root]
+    allowed = [root]
     if root.parent.name == "snapshots":
-        places.append(root.parent.parent / "blobs")
-    for file in (*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")):
-        is_read = file.is_file() or file.name == _TEMPLATES
-        if is_read and not any(file.resolve().is_relative_to(own_folder) for own_folder in places):
+        allowed.append(root.parent.parent / "blobs")
+    for file in [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")]:
+        if not file.is_file() and file.name != _TEMPLATES:
+            continue
+        target = file.resolve()
+        if not any(target.is_relative_to(allowed_folder) for allowed_folder in allowed):
             raise LinkError(
-                f"{file} is a link to {file.resolve()}, outside of its folder; put the file itself there, or name the"
+                f"{file} is a link to {target}, outside of its folder; put the file itself there, or name the"
                 " folder that has it"
             )
     return folder
@@ -147,9 +149,12 @@ def load_tokenizer(path: str | Path, chat_date: str | None = None) -> PreTrained
 
 def reads_clock(path: str | Path) -> bool:
     """True if a chat template of the folder or hub name writes the current date or time into prompts."""
-    patterns = ("*.jinja", f"{_TEMPLATES}/*.jinja", "chat_template.json", "tokenizer_config.json")
-    files = (file for pattern in patterns for file in model_folder(path).glob(pattern))
-    return any("strftime_now" in file.read_text(encoding="utf-8", errors="replace") for file in files)
+    folder = model_folder(path)
+    for pattern in ("*.jinja", f"{_TEMPLATES}/*.jinja", "chat_template.json", "tokenizer_config.json"):
+        for file in folder.glob(pattern):
+            if "strftime_now" in file.read_text(encoding="utf-8", errors="replace"):
+                return True
+    return False
 
 
 def _check_readable(folder: Path) -> None:
@@ -173,11 +178,11 @@ def check_configs(folder: Path) -> None:
     Raises:
         UserError: a file has `auto_map`, which the message quotes, or is too large.
     """
-    for file in filter(Path.is_file, (folder / "config.json", folder / "generation_config.json")):
-        if (size := file.stat().st_size) > _CONFIG_BYTES:
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if file.is_file() and file.stat().st_size > _CONFIG_BYTES:
             raise UserError(
                 file,
-                f"has {size} bytes, and a model's has {_CONFIG_BYTES} at most",
+                f"has {file.stat().st_size} bytes, and a model's has {_CONFIG_BYTES} at most",
                 "fetch the file again, or remove long lists such as eos_token_id",
             )
     for file in sorted(folder.glob("*config*.json")):
@@ -207,9 +212,14 @@ def stop_token_ids(
     Raises:
         UserError: a stop string is not exactly one token, the file is damaged, or no stop id is known.
     """
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids += [] if folder is None else listed_eos(model_folder(folder))
-    ids += [] if (end := turn_end(tokenizer)) is None else [end]
+    ids = []
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if folder is not None:
+        ids += listed_eos(model_folder(folder))
+    end = turn_end(tokenizer)
+    if end is not None:
+        ids.append(end)
     for text in stop:
         tokens = encode_after(tokenizer, (), text, "stop string")
         # The second test refuses text that encodes to the unknown token.
@@ -231,12 +241,16 @@ def listed_eos(folder: Path) -> list[int]:
     Raises:
         UserError: generation_config.json or config.json is damaged, or has other values than ids.
     """
-    for file in filter(Path.is_file, (folder / "generation_config.json", folder / "config.json")):
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if not file.is_file():
+            continue
         try:
             eos = json.loads(file.read_text(encoding="utf-8-sig")).get("eos_token_id")
         except (ValueError, AttributeError, RecursionError) as error:
             raise UserError(file, f"cannot be read ({error})", "correct it or fetch the file again") from error
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if eos is None:
+            return []
+        ids = eos if isinstance(eos, list) else [eos]
         if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise UserError(f"{file}: eos_token_id", "takes a token id or a list of them", "correct it", value=eos)
         return ids
@@ -254,27 +268,41 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
         twice = str(tokenizer.decode([token, token], clean_up_tokenization_spaces=False))
         return twice[len(text) :].encode()
     name = str(tokenizer.convert_ids_to_tokens(token) or "")
-    if number := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
+    number = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)
+    if number:
         return bytes.fromhex(number[1])
-    # In the names of byte-level tokens, most characters stand for the byte of their own code.
+    byte_names = _byte_level_names()
+    if not all(character in byte_names for character in name):
+        return text.encode()
+    return bytes(byte_names[character] for character in name)
+
+
+@functools.cache
+def _byte_level_names() -> dict[str, int]:
+    """The bytes that the characters in names of byte-level tokens stand for.
+
+    Most characters stand for the byte of their own code. The others, in their order, stand for the remaining bytes.
+    """
     characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    plain = [ord(character) for character in characters if ord(character) < 256]
-    known = dict(zip(characters, [*plain, *sorted({*range(256)} - {*plain})], strict=True))
-    return bytes(known[character] for character in name) if known.keys() >= {*name} else text.encode()
+    names = {character: ord(character) for character in characters if ord(character) < 256}
+    remaining_bytes = sorted(set(range(256)) - set(names.values()))
+    other_characters = [character for character in characters if character not in names]
+    return names | dict(zip(other_characters, remaining_bytes, strict=True))
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> tokenizers.Tokenizer | None:
     """The Rust tokenizer that transformers would call with the same result, but several times as slowly; or None."""
     fast_class = PreTrainedTokenizerFast
     kind = type(tokenizer)
-    methods = ("encode", "_encode_plus", "decode", "_decode")
-    if not issubclass(kind, fast_class) or any(
-        getattr(kind, name) is not getattr(fast_class, name) for name in methods
-    ):
+    if not issubclass(kind, fast_class):
         return None
+    for name in ("encode", "_encode_plus", "decode", "_decode"):
+        if getattr(kind, name) is not getattr(fast_class, name):
+            return None
     backend = tokenizer.backend_tokenizer
-    changes = backend.truncation, backend.padding, backend.encode_special_tokens != tokenizer.split_special_tokens
-    return None if any(changes) else backend
+    if backend.truncation or backend.padding or backend.encode_special_tokens != tokenizer.split_special_tokens:
+        return None
+    return backend
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, text_name: str, special: bool = False) -> list[int]:
@@ -326,7 +354,7 @@ def _explained(tokenizer: PreTrainedTokenizerBase, text_name: str, problem: str,
 @functools.lru_cache(maxsize=8)
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Characters of the longest token's name, which has at least a character for each one that the token stands for."""
-    return max(map(len, tokenizer.get_vocab()))
+    return max(len(name) for name in tokenizer.get_vocab())
 
 
 # --- Text that follows other text. SentencePiece tokenizers add a space before a text when they encode it, and remove
@@ -337,22 +365,31 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, tokens: Tok
     """The text that tokens add after the tokens `before`, including the text of special tokens.
 
     Args:
-        before: all preceding tokens, such as a prompt; if empty or only the begin-of-sequence token, `tokens` begin
+        before: all preceding tokens, such as a prompt; if empty or only the begin-of-sequence token, `tokens` start
             the text.
     """
-    if _begins(tokenizer, before) or _changes_nothing(tokenizer, int(before[-1])):
+    if _decodes_alone(tokenizer, before):
         return _decode(tokenizer, tokens)
     context = [int(token) for token in before[-_CONTEXT:]]
     head = _decode(tokenizer, context)
-    # A context that begins in the middle of a character could make the following characters unreadable.
-    for _ in range(_PARTS if len(before) > _CONTEXT else 0):
-        if not head.startswith("\ufffd"):
-            break
-        context = context[1:]
-        head = _decode(tokenizer, context)
-    text = _decode(tokenizer, [*context, *(int(token) for token in tokens)])
-    # The tokens may complete a character at the end of the context.
-    return text[len(head) if text.startswith(head) else len(os.path.commonprefix([head, text])) :]  # noqa: RUF071 – compares texts, not paths
+    if len(before) > _CONTEXT:
+        # A context that starts in the middle of a character could make the following characters unreadable.
+        for _ in range(_PARTS):
+            if not head.startswith("\ufffd"):
+                break
+            context = context[1:]
+            head = _decode(tokenizer, context)
+    text = _decode(tokenizer, context + [int(token) for token in tokens])
+    if text.startswith(head):
+        return text[len(head) :]
+    # The tokens complete a character at the end of the context.
+    common = os.path.commonprefix([head, text])  # noqa: RUF071 – compares texts, not paths
+    return text[len(common) :]
+
+
+def _decodes_alone(tokenizer: PreTrainedTokenizerBase, before: Tokens) -> bool:
+    """True if tokens decode to the same text after `before` as at the beginning of a text."""
+    return _begins(tokenizer, before) or _changes_nothing(tokenizer, int(before[-1]))
 
 
 def decode_each_after(
@@ -360,22 +397,22 @@ def decode_each_after(
 ) -> list[str]:
     """The results of `decode_after` for many pairs, in one call of the Rust tokenizer where the tokenizer has one."""
     backend = _backend(tokenizer)
-    are_alone = [
-        backend is not None and (_begins(tokenizer, earlier) or _changes_nothing(tokenizer, int(earlier[-1])))
-        for earlier in before
-    ]
-    alone = [ids.tolist() for ids, is_alone in zip(tokens, are_alone, strict=True) if is_alone]
-    texts = iter(())
+    alone: dict[int, list[int]] = {}  # the keys are the numbers of the pairs
+    if backend is not None:
+        for number, (earlier, ids) in enumerate(zip(before, tokens, strict=True)):
+            if _decodes_alone(tokenizer, earlier):
+                alone[number] = ids.tolist()
+    texts: dict[int, str] = {}
     if alone:
         assert backend is not None
-        with _explained(tokenizer, f"text of {sum(map(len, alone))} tokens", "cannot be decoded"):
-            texts = iter(backend.decode_batch(alone, skip_special_tokens=False))
-    decoded = []
-    for earlier, ids, is_alone in zip(before, tokens, are_alone, strict=True):
-        text = next(texts) if is_alone else "\ufffd"
-        # Incomplete characters at the end need more than one look.
-        decoded.append(decode_after(tokenizer, earlier, ids) if text.endswith("\ufffd") else text)
-    return decoded
+        with _explained(tokenizer, f"text of {sum(len(ids) for ids in alone.values())} tokens", "cannot be decoded"):
+            decoded = backend.decode_batch(list(alone.values()), skip_special_tokens=False)
+        texts = dict(zip(alone, decoded, strict=True))
+    for number, (earlier, ids) in enumerate(zip(before, tokens, strict=True)):
+        # `decode_after` also reads the complete characters before an incomplete one at the end.
+        if number not in texts or texts[number].endswith("\ufffd"):
+            texts[number] = decode_after(tokenizer, earlier, ids)
+    return [texts[number] for number in range(len(tokens))]
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, text_name: str = "text") -> list[int]:
@@ -389,19 +426,20 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, before: Tokens, text: str, 
     """
     ids = _encode(tokenizer, text, text_name)
     decoded = _decode(tokenizer, ids)
-    decoded_twice = _decode(tokenizer, ids * 2)
-    is_same_everywhere = decoded_twice == 2 * decoded and (decoded[:1] == " ") == (text[:1] == " ")
+    keeps_first_space = decoded.startswith(" ") == text.startswith(" ")
+    is_same_everywhere = _decode(tokenizer, ids * 2) == 2 * decoded and keeps_first_space
     if is_same_everywhere or (len(before) and _begins(tokenizer, before)):
         return ids
+    earlier_texts = list(_BEFORE)
     last = tokenizer.added_tokens_decoder.get(int(before[-1])) if len(before) else None
-    for earlier in _BEFORE if last is None else (last.content, *_BEFORE):
-        earlier_ids, joined_ids = (_encode(tokenizer, each, text_name) for each in (earlier, earlier + text))
-        if (
-            earlier_ids
-            and joined_ids[: len(earlier_ids)] == earlier_ids
-            and len(joined_ids) > len(earlier_ids)
-            and tokenizer.unk_token_id not in earlier_ids
-        ):
+    if last is not None:
+        earlier_texts.insert(0, last.content)
+    for earlier_text in earlier_texts:
+        earlier_ids = _encode(tokenizer, earlier_text, text_name)
+        joined_ids = _encode(tokenizer, earlier_text + text, text_name)
+        is_known = len(earlier_ids) > 0 and tokenizer.unk_token_id not in earlier_ids
+        is_split = joined_ids[: len(earlier_ids)] == earlier_ids and len(joined_ids) > len(earlier_ids)
+        if is_known and is_split:
             return joined_ids[len(earlier_ids) :]
     return ids
 
@@ -420,7 +458,8 @@ def _changes_nothing(tokenizer: PreTrainedTokenizerBase, last: int) -> bool:
     added = tokenizer.added_tokens_decoder.get(last)
     if added is None:
         return False
-    plain_ids, ids_after = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", f"{added.content}a"))
+    plain_ids = tokenizer.encode("a", add_special_tokens=False)
+    ids_after = tokenizer.encode(f"{added.content}a", add_special_tokens=False)
     return ids_after == [last, *plain_ids]
 
 
@@ -444,15 +483,20 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[str]
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:
     ids = np.asarray(tokens, int).tolist()
     backend = _backend(tokenizer)
-    options = {"skip_special_tokens": False} | ({} if backend else {"clean_up_tokenization_spaces": False})
-    decode: Callable[..., Any] = functools.partial((backend or tokenizer).decode, **options)
+    decode: Callable[..., Any] = functools.partial(
+        tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    if backend is not None:
+        decode = functools.partial(backend.decode, skip_special_tokens=False)
     with _explained(tokenizer, f"text of {len(ids)} tokens", "cannot be decoded"):
         text = decode(ids)
+        if not text.endswith("\ufffd"):
+            return text
         # Some tokenizers decode none of several adjacent characters if the last one is incomplete.
-        for count in range(1, _PARTS + 1 if text.endswith("\ufffd") else 1):
-            whole = decode(ids[:-count])
-            if not whole.endswith("\ufffd"):
-                return text if text.startswith(whole) else whole + "\ufffd" * count
+        for count in range(1, _PARTS + 1):
+            complete = decode(ids[:-count])
+            if not complete.endswith("\ufffd"):
+                return text if text.startswith(complete) else complete + "\ufffd" * count
     return text
 
 
@@ -472,8 +516,8 @@ def encode_prompts(
 
     Args:
         first: number of the first prompt in error messages, for prompts that are part of a longer list.
-        rendered: flag for all prompts, or one for each, that a chat template wrote them.
-        vocabulary: number of rows of the model's embedding; None checks no ids.
+        rendered: True if a chat template wrote the prompts; or one such flag for each prompt.
+        vocabulary: number of rows in the model's embedding; None checks no ids.
     Raises:
         UserError: a prompt has no tokens, characters outside the vocabulary, or a token without an embedding.
     """
@@ -483,10 +527,12 @@ def encode_prompts(
     encoded = []
     for index, (prompt, is_rendered) in enumerate(zip(prompts, are_rendered, strict=True), first):
         ids = _encode(tokenizer, prompt, f"prompt {index},")
-        encoded.append(ids if is_rendered or ids[:1] == prefix else prefix + ids)
-        if not encoded[-1]:
+        if not is_rendered and ids[:1] != prefix:
+            ids = prefix + ids
+        if not ids:
             raise UserError(problem=f"prompt {index}, {prompt!r}, has no tokens", remedy="a prompt needs at least one")
-        check_embedded(tokenizer, encoded[-1], vocabulary, f"prompt {index}, {prompt!r:.80}")
+        check_embedded(tokenizer, ids, vocabulary, f"prompt {index}, {prompt!r:.80}")
+        encoded.append(ids)
     return encoded
 
 
@@ -496,12 +542,15 @@ def check_embedded(
     """Refuses tokens without an embedding: a tokenizer may have more tokens than the embedding has rows.
 
     Args:
-        vocabulary: number of rows of the model's embedding; None skips the check.
+        vocabulary: number of rows in the model's embedding; None skips the check.
         source: source of the tokens, for the error message.
     Raises:
         UserError: a token has no embedding; the message has the source, the token, the folder and both sizes.
     """
-    if vocabulary is None or not len(ids) or (highest := int(np.max(ids))) < vocabulary:
+    if vocabulary is None or not len(ids):
+        return
+    highest = int(np.max(ids))
+    if highest < vocabulary:
         return
     raise UserError(
         source,

@@ -3,11 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,20 +33,43 @@ logger = logging.getLogger(__name__)
 _warn_once = functools.cache(logger.warning)
 MOST_LAYERS = 1000
 MODEL_FILES = (*TOKENIZER_FILES, "model*.safetensors")
-_COMPARED_ROWS = 4096  # rows of embedding and head to compare at a time
+_COMPARED_ROWS = 4096  # recjax compares so many rows of embedding and head at a time
 _ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_PREFIX = "base_model.model."  # of the names in PEFT's files
-_TARGETS = (*PROJECTIONS, *DELTA_PROJECTIONS)
-# Fields of adapter_config.json that recjax reads, fields for which the tensors speak, and fields that change no output.
-# Every other field must be off, because it changes the adapter's computation.
+_ADAPTER_PREFIX = "base_model.model."  # tensor names in PEFT's files start with it
+_TARGETS = PROJECTIONS + DELTA_PROJECTIONS
+# Fields of adapter_config.json that may have any value. Every other field must be off, because it changes the adapter's
+# computation.
 _ADAPTER_FIELDS = {
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path", "revision"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("task_type", "auto_mapping", "inference_mode", "lora_dropout", "peft_version", "megatron_core"),
-    *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
+    # recjax reads these fields.
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "revision",
+    # The names of the tensors tell the same.
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    # These fields change no output.
+    "task_type",
+    "auto_mapping",
+    "inference_mode",
+    "lora_dropout",
+    "peft_version",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
 }
-_ADAPTER_FIXED: dict[str, tuple] = {"peft_type": ("LORA",), "bias": ("none",)}
-_ADAPTER_FIXED["init_lora_weights"] = (True, False, "gaussian", "orthogonal", "eva")  # other values change the base
+# Field of adapter_config.json → supported values, with the value of a missing field first.
+_ADAPTER_FIXED: dict[str, tuple] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # other values change the base
+}
 
 # Decoder module or parameter → Hugging Face's. Each decoder has only some. Hugging Face stores kernels as [out, in].
 MODULES = {
@@ -75,13 +97,15 @@ MODULES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-_EMBEDDING, _HEAD = (f"{MODULES[name]}.weight" for name in ("embedding", "head"))
-# Projections of an expert in checkpoints, by the name of the layer's MLP there.
+_EMBEDDING = f"{MODULES['embedding']}.weight"
+_HEAD = f"{MODULES['head']}.weight"
+# An expert's projections in checkpoints, by the name of the layer's MLP there.
 EXPERT_MODULES = {
     "mlp": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
     "block_sparse_moe": {"gate": "w1", "up": "w3", "down": "w2"},
 }
-# PEFT's parameters of all experts of a layer, as it nests their adapters, outermost first; and their projections.
+# transformers stacks the projections of all experts of a layer in these parameters. PEFT nests their adapters in this
+# order, outermost first.
 _JOINT_EXPERTS = {"down_proj": ("down",), "gate_up_proj": ("gate", "up")}
 # Decoder modules that a checkpoint stacks in a single tensor, if it fuses projections.
 FUSED_MODULES = {
@@ -142,9 +166,11 @@ def classifier_config(path: str | Path) -> tuple[DecoderConfig, int | None]:
             f"architectures = {kinds} with {fields.num_labels} labels (id2label): a reward model has one label,"
             " and an architecture such as LlamaForSequenceClassification",
         )
-    if (tensors := _tensors_of(folder, _written_config(folder))) and "score.weight" not in tensors:
+    tensors = _stored_tensors(folder, _written_config(folder))
+    if tensors and "score.weight" not in tensors:
         raise UserError(folder, "holds no tensor score.weight, which a reward model has", "fetch the files again")
-    return dataclasses.replace(config, tie_embeddings=True), fields.pad_token_id  # it has no head
+    # A classifier has no head; tied embeddings need none.
+    return dataclasses.replace(config, tie_embeddings=True), fields.pad_token_id
 
 
 def pretrained_config(path: str | Path) -> DecoderConfig:
@@ -203,7 +229,7 @@ def read_config(folder: Path) -> DecoderConfig:
     try:
         text = text_fields(written)
         check_fields(text)
-        tensors = _tensors_of(folder, written)
+        tensors = _stored_tensors(folder, written)
         _check_layers(folder, text, tensors)
         try:
             if text is written:
@@ -243,15 +269,15 @@ def _written_config(folder: Path) -> dict:
         raise UserError(file, f"is no model config ({error})", "correct it or fetch the file again") from error
 
 
-class _Tensor(NamedTuple):
+class _StoredTensor(NamedTuple):
     """A tensor's safetensors file, and its name in that file."""
 
     file: Path
     name: str
 
 
-def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
-    """The tensors of a folder by their names in the family; for a multimodal model, only the text half's tensors.
+def _stored_tensors(folder: Path, written: dict) -> dict[str, _StoredTensor]:
+    """The folder's tensors by their names in the family; for a multimodal model, only the text half's tensors.
 
     Args:
         written: content of config.json.
@@ -263,46 +289,63 @@ def _tensors_of(folder: Path, written: dict) -> dict[str, _Tensor]:
         with _opened(single) as opened:
             files = dict.fromkeys(opened.keys(), single)
     elif index.is_file():
-        files = {name: folder / file for name, file in _weight_map(index).items()}
+        for name, file in _weight_map(index).items():
+            files[name] = folder / file
     names = _names_in_family(files, written)
-    if skipped := sorted(files.keys() - names.values()):
-        read = "the text half" if written["model_type"] in CONTAINERS else "the predictor of the next token"
+    skipped = sorted(files.keys() - names.values())
+    if skipped:
+        is_multimodal = written["model_type"] in CONTAINERS
         _warn_once(
             "%s: recjax reads %s of this %s model and skips %d other tensors, such as %s; exports have only that part",
             folder,
-            read,
+            "the text half" if is_multimodal else "the predictor of the next token",
             written["model_type"],
             len(skipped),
             skipped[0],
         )
-    return {name: _Tensor(files[stored], stored) for name, stored in names.items()}
+    return {name: _StoredTensor(files[stored_name], stored_name) for name, stored_name in names.items()}
 
 
 def _names_in_family(stored: Iterable[str], written: dict) -> dict[str, str]:
-    """The name of each tensor in its file by its name in the family.
+    """Maps tensor names in the family to their names in the files.
 
-    A multimodal model's other half is left out, and in every model a module that predicts further tokens.
-
-    A model without its head, as transformers' AutoModel saves it, has names without `model.`.
+    The result has no tensors of a multimodal model's other half, nor of a module that predicts further tokens. A model
+    without its head, as transformers' AutoModel saves it, has names without `model.`.
     """
+    names = {}
     if written.get("model_type") in CONTAINERS:
-        text_names = {name: text_name(name) for name in stored}
-        return {found: name for name, found in text_names.items() if found is not None}
+        for stored_name in stored:
+            name = text_name(stored_name)
+            if name is not None:
+                names[name] = stored_name
+        return names
     has_prefix = any(name.startswith("model.") for name in stored)
-    parts = () if has_prefix else ("embed_tokens.", "layers.", "norm.")
-    read = [name for name in stored if not name.startswith(FURTHER_TOKENS)]
-    return {f"model.{name}" if name.startswith(parts) else name: name for name in read}
+    for stored_name in stored:
+        if stored_name.startswith(FURTHER_TOKENS):
+            continue
+        if not has_prefix and stored_name.startswith(("embed_tokens.", "layers.", "norm.")):
+            names[f"model.{stored_name}"] = stored_name
+        else:
+            names[stored_name] = stored_name
+    return names
 
 
-def _has_own_head(tensors: dict[str, _Tensor]) -> bool:
+def _has_own_head(tensors: dict[str, _StoredTensor]) -> bool:
     """True if the weights hold both embedding and head, with different values; False if either is missing."""
-    pair = [tensors[name] for name in (_EMBEDDING, _HEAD) if name in tensors and tensors[name].file.is_file()]
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(_opened(tensor.file)) for tensor in pair]
-        if len(pair) < 2 or not all(tensor.name in file.keys() for tensor, file in zip(pair, opened, strict=True)):
+        found = []
+        for name in (_EMBEDDING, _HEAD):
+            tensor = tensors.get(name)
+            if tensor is None or not tensor.file.is_file():
+                continue
+            file = stack.enter_context(_opened(tensor.file))
+            if tensor.name in file.keys():  # an index may name the wrong file
+                found.append(file.get_slice(tensor.name))
+        if len(found) < 2:
             return False
-        embedding, head = (file.get_slice(tensor.name) for tensor, file in zip(pair, opened, strict=True))
-        if (shape := tuple(embedding.get_shape())) != tuple(head.get_shape()):
+        embedding, head = found
+        shape = tuple(embedding.get_shape())
+        if shape != tuple(head.get_shape()):
             return True
         for start in range(0, shape[0], _COMPARED_ROWS):
             rows = slice(start, min(start + _COMPARED_ROWS, shape[0]))
@@ -311,17 +354,18 @@ def _has_own_head(tensors: dict[str, _Tensor]) -> bool:
         return False
 
 
-def _check_layers(folder: Path, written: dict, tensors: dict[str, _Tensor]) -> None:
+def _check_layers(folder: Path, written: dict, tensors: dict[str, _StoredTensor]) -> None:
     """Refuses a number of layers that differs from the weights, before recjax allocates anything by it."""
     layers = written.get("num_hidden_layers")
     if type(layers) is not int:
         return
     if not 0 < layers <= MOST_LAYERS:
         raise UserError("num_hidden_layers", f"takes 1 to {MOST_LAYERS}", "correct config.json", value=layers)
-    layer_numbers = [int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))]
-    if layer_numbers and max(layer_numbers) + 1 != layers:
+    matches = [re.match(r"model\.layers\.(\d{1,9})\.", name) for name in tensors]
+    stored_layers = max((int(match[1]) + 1 for match in matches if match is not None), default=None)
+    if stored_layers is not None and stored_layers != layers:
         raise UserError(
-            problem=f"num_hidden_layers = {layers}, but the weights in {folder} have {max(layer_numbers) + 1} layers",
+            problem=f"num_hidden_layers = {layers}, but the weights in {folder} have {stored_layers} layers",
             remedy="use the config.json that belongs to them",
         )
 
@@ -340,29 +384,53 @@ def tensor_names(config: DecoderConfig) -> dict[str, list[str]]:
     With layers of several kinds, the path `layers/2/…` has the parameters of each period's layer 2. Kernels of experts
     have a name for each expert of the first layer, then for each of the second, and so on.
     """
-    modules = MODULES | (POST_NORM_MODULES if config.post_norms else {})
-    experts = range(1)
-    if config.experts:
-        mlp = f"model.layers.{{layer}}.{config.experts.module}"
-        experts = range(config.experts.count)
-        modules |= {"layers/experts/router": f"{mlp}.gate", "layers/shared_router": f"{mlp}.shared_expert_gate"}
-        modules |= {f"layers/shared_{name}": f"{mlp}.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
-        for projection, name in EXPERT_MODULES[config.experts.module].items():
-            modules[f"layers/experts/{projection}"] = f"{mlp}.experts.{{expert}}.{name}"
-    fused = (FUSED_MODULES if config.fused_projections else {}) | (FUSED_DELTA_MODULES if _fuses_delta(config) else {})
-    for module, parts in fused.items():
-        modules |= dict.fromkeys(parts, module)
+    modules = _module_names(config)
+    experts = range(config.experts.count) if config.experts else range(1)
     names = {}
     for path in flatten(abstract_params(config)):
-        in_period = re.match(r"layers/(\d+)/", path)
         usual_path = _usual_path(path)
-        module, _, kind = usual_path.rpartition("/")
-        name = modules.get(usual_path) or f"{modules[module]}.{'bias' if kind == 'bias' else 'weight'}"
-        layers = range(int(in_period[1]) if in_period else 0, config.num_layers, config.period)
-        layers = layers if path.startswith("layers/") else [0]
-        each = experts if "{expert}" in name else range(1)
-        names[path] = [name.format(layer=layer, expert=expert) for layer in layers for expert in each]
+        if usual_path in modules:
+            pattern = modules[usual_path]
+        else:
+            module, _, kind = usual_path.rpartition("/")
+            suffix = "bias" if kind == "bias" else "weight"
+            pattern = f"{modules[module]}.{suffix}"
+        layers = range(1)
+        if path.startswith("layers/"):
+            in_period = re.match(r"layers/(\d+)/", path)
+            first = int(in_period[1]) if in_period else 0
+            layers = range(first, config.num_layers, config.period)
+        names[path] = []
+        for layer in layers:
+            if "{expert}" in pattern:
+                names[path] += [pattern.format(layer=layer, expert=expert) for expert in experts]
+            else:
+                names[path].append(pattern.format(layer=layer))
     return names
+
+
+def _module_names(config: DecoderConfig) -> dict[str, str]:
+    """Maps the decoder's modules to Hugging Face's, with {layer} and {expert} in place of their numbers."""
+    modules = dict(MODULES)
+    if config.post_norms:
+        modules |= POST_NORM_MODULES
+    if config.experts:
+        mlp = f"model.layers.{{layer}}.{config.experts.module}"
+        modules["layers/experts/router"] = f"{mlp}.gate"
+        modules["layers/shared_router"] = f"{mlp}.shared_expert_gate"
+        for projection in ("gate", "up", "down"):
+            modules[f"layers/shared_{projection}"] = f"{mlp}.shared_expert.{projection}_proj"
+        for projection, name in EXPERT_MODULES[config.experts.module].items():
+            modules[f"layers/experts/{projection}"] = f"{mlp}.experts.{{expert}}.{name}"
+    fused_modules = {}
+    if config.fused_projections:
+        fused_modules |= FUSED_MODULES
+    if _fuses_delta(config):
+        fused_modules |= FUSED_DELTA_MODULES
+    for fused_module, parts in fused_modules.items():
+        for part in parts:
+            modules[part] = fused_module
+    return modules
 
 
 def _usual_path(path: str) -> str:
@@ -375,10 +443,10 @@ def _fuses_delta(config: DecoderConfig) -> bool:
 
 
 class FusedRows(NamedTuple):
-    """Rows of a tensor that stores several kernels.
+    """Position of one kernel in a tensor that stores several kernels.
 
-    rows: indices of one kernel's rows, in the kernel's order.
-    count: number of rows of the tensor.
+    rows: indices of the kernel's rows, in the kernel's order.
+    count: number of all rows of the tensor.
     """
 
     rows: np.ndarray
@@ -386,44 +454,80 @@ class FusedRows(NamedTuple):
 
 
 def fused_rows(config: DecoderConfig) -> dict[str, FusedRows]:
-    """The rows of each kernel that shares a tensor with others, by path.
+    """Maps the path of each kernel that shares a tensor with other kernels to its rows in that tensor.
 
     Projections of attention and of an MLP follow one another in their tensor. In the tensors of a delta net, each key
     head has its own query, key, values and gate, or rate and decay, next to one another.
     """
-    parts = {}
+    module_rows: dict[str, np.ndarray] = {}
     if config.fused_projections:
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
         sizes = {"layers/query": queries, "layers/key": keys, "layers/value": keys}
         for modules in FUSED_MODULES.values():
-            ends = np.cumsum([sizes.get(module, config.intermediate_size) for module in modules])
-            parts |= dict(zip(modules, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
+            start = 0
+            for module in modules:
+                end = start + sizes.get(module, config.intermediate_size)
+                module_rows[module] = np.arange(start, end)
+                start = end
     if _fuses_delta(config):
         net = config.delta
         assert net is not None
-        values = net.value_heads // net.key_heads * net.value_dim  # units of one key head
+        values_per_key_head = net.value_heads // net.key_heads * net.value_dim
         by_head = np.arange(net.channels + net.value_heads * net.value_dim).reshape(net.key_heads, -1)
-        *inputs, gate = np.split(by_head, np.cumsum([net.key_dim, net.key_dim, values]), axis=1)
-        parts["layers/delta_inputs"] = np.concatenate([rows.ravel() for rows in inputs])
-        parts["layers/delta_gate"] = gate.ravel()
-        rate, decay = np.split(np.arange(2 * net.value_heads).reshape(net.key_heads, -1), 2, axis=1)
-        parts |= {"layers/delta_rate": rate.ravel(), "layers/delta_decay": decay.ravel()}
-    counts = {}
-    for modules in (*FUSED_MODULES.values(), *FUSED_DELTA_MODULES.values()):
-        count = sum(len(parts[module]) for module in modules if module in parts)
-        counts |= dict.fromkeys(modules, count)
-    kernels = {f"{module}/kernel": FusedRows(rows, counts[module]) for module, rows in parts.items()}
+        ends = np.cumsum([net.key_dim, net.key_dim, values_per_key_head])
+        query, key, value, gate = np.split(by_head, ends, axis=1)
+        module_rows["layers/delta_inputs"] = np.concatenate([query.ravel(), key.ravel(), value.ravel()])
+        module_rows["layers/delta_gate"] = gate.ravel()
+        by_head = np.arange(2 * net.value_heads).reshape(net.key_heads, -1)
+        rate, decay = np.split(by_head, 2, axis=1)
+        module_rows["layers/delta_rate"] = rate.ravel()
+        module_rows["layers/delta_decay"] = decay.ravel()
+    kernels = {}
+    for modules in [*FUSED_MODULES.values(), *FUSED_DELTA_MODULES.values()]:
+        stored_modules = [module for module in modules if module in module_rows]
+        count = sum(len(module_rows[module]) for module in stored_modules)
+        for module in stored_modules:
+            kernels[f"{module}/kernel"] = FusedRows(module_rows[module], count)
     if not kernels:
         return {}
     paths = flatten(abstract_params(config))
     return {path: kernels[_usual_path(path)] for path in paths if _usual_path(path) in kernels}
 
 
+class _Part(NamedTuple):
+    """One part of a tensor that a file stores together with other tensors.
+
+    shape: shape of the stored tensor.
+    index: position of the part in the stored tensor.
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+
+
+class _OpenTensor(NamedTuple):
+    """A tensor in an open safetensors file, with its name in that file."""
+
+    file: Path
+    opened: Any
+    name: str
+
+
+class _Sources(NamedTuple):
+    """The stored tensors of a model, by their names in the family.
+
+    parts: positions of the tensors that are parts of a stored tensor, by name; all other tensors are stored alone.
+    """
+
+    tensors: dict[str, _OpenTensor]
+    parts: dict[str, _Part]
+
+
 def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> dict:
     """Reads the parameter tree from a folder's safetensors files, in float32, sharded on the current mesh.
 
-    Tensors move to the devices one at a time, so the host never holds the whole model.
+    Tensors move to the devices one at a time, so the host never holds the complete model.
 
     Args:
         scores: True for a classifier: adds `score/kernel`, [hidden, 1].
@@ -439,86 +543,118 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
     with contextlib.ExitStack() as stack:
         written = _written_config(folder)
         stored = {}
-        for file in _safetensors_files(folder, _tensors_of(folder, written)):
+        for file in _safetensors_files(folder, _stored_tensors(folder, written)):
             opened = stack.enter_context(_opened(file))
-            stored |= {name: (file, opened, name) for name in opened.keys()}
-        sources = {name: stored[of_file] for name, of_file in _names_in_family(stored, written).items()}
-        if config.tie_embeddings and _EMBEDDING not in sources and _HEAD in sources:
-            sources[_EMBEDDING] = sources[_HEAD]
-        cuts = _split_joint_experts(sources, config) if config.experts else {}
-        _check_names(folder, {name for group in names.values() for name in group}, sources)
-
-        def read(path, leaf):
-            layered = path.startswith("layers/")
-            transposed = path.endswith("/kernel")
-            axes = param_axes(path, leaf.shape)
-            of_experts = "/experts/" in path and "/router/" not in path
-            shape = leaf.shape[layered + of_experts :]
-
-            def tensor(name):
-                file, opened, full = sources[name]
-                stored_shape = shape[::-1] if transposed else shape
-                if path in fused:
-                    rows, count = fused[path]
-                    start = rows.min()
-                    # The rows lie in this range, with other kernels' rows between them in a delta net.
-                    index = slice(start, rows.max() + 1)
-                    values = _read(file, opened, full, (count, *stored_shape[1:]), index)[rows - start]
-                else:
-                    whole_shape, index = cuts.get(name, (stored_shape, None))
-                    values = _read(file, opened, full, whole_shape, index).reshape(stored_shape)
-                return values.T if transposed else values
-
-            if not layered:
-                return put_array(tensor(names[path][0]), *axes).astype(jnp.float32)
-            stacked = _zeros(leaf.shape, axes)
-            each = len(names[path]) // len(leaf)
-
-            def layer_weights(layer):
-                tensors = [tensor(name) for name in names[path][layer * each : (layer + 1) * each]]
-                return np.stack(tensors) if of_experts else tensors[0]
-
-            for layer in range(len(leaf)):
-                stacked = _with_layer(stacked, layer, put_array(layer_weights(layer), *axes[1:]), axes)
-            return stacked
-
-        return unflatten({path: read(path, leaf) for path, leaf in leaves.items()})
+            for name in opened.keys():
+                stored[name] = _OpenTensor(file, opened, name)
+        names_in_family = _names_in_family(stored, written)
+        tensors = {name: stored[stored_name] for name, stored_name in names_in_family.items()}
+        if config.tie_embeddings and _EMBEDDING not in tensors and _HEAD in tensors:
+            tensors[_EMBEDDING] = tensors[_HEAD]
+        parts = _split_joint_experts(tensors, config) if config.experts else {}
+        expected = set()
+        for names_of_path in names.values():
+            expected.update(names_of_path)
+        _check_names(folder, expected, tensors)
+        sources = _Sources(tensors, parts)
+        params = {
+            path: _read_param(path, leaf.shape, names[path], sources, fused.get(path)) for path, leaf in leaves.items()
+        }
+    return unflatten(params)
 
 
-def _split_joint_experts(sources: dict[str, tuple], config: DecoderConfig) -> dict[str, tuple]:
-    """Replaces tensors of all experts of a layer, as transformers 5 holds them, by one tensor for each expert, in
-    `sources`.
+def _read_param(
+    path: str, shape: tuple[int, ...], names: Sequence[str], sources: _Sources, fused: FusedRows | None
+) -> Array:
+    """Reads one parameter of the decoder in float32, sharded on the current mesh.
+
+    Args:
+        shape: shape of the parameter, with its layers and experts.
+        names: names of the parameter's tensors; one per layer, or one per expert of each layer.
+        fused: rows of the kernel in its tensors; None if it has tensors of its own.
+    """
+    is_stacked = path.startswith("layers/")
+    is_kernel = path.endswith("/kernel")
+    is_expert = "/experts/" in path and "/router/" not in path
+    axes = param_axes(path, shape)
+    tensor_shape = shape
+    if is_stacked:
+        tensor_shape = tensor_shape[1:]
+    if is_expert:
+        tensor_shape = tensor_shape[1:]
+
+    def read_tensor(name: str) -> np.ndarray:
+        if is_kernel:  # Hugging Face stores kernels as [out, in]
+            return _read_stored(name, tensor_shape[::-1], sources, fused).T
+        return _read_stored(name, tensor_shape, sources, fused)
+
+    if not is_stacked:
+        return put_array(read_tensor(names[0]), *axes).astype(jnp.float32)
+    layers = shape[0]
+    tensors_per_layer = len(names) // layers
+    stacked = _zeros(shape, axes)
+    for layer in range(layers):
+        start = layer * tensors_per_layer
+        tensors = [read_tensor(name) for name in names[start : start + tensors_per_layer]]
+        values = np.stack(tensors) if is_expert else tensors[0]
+        stacked = _with_layer(stacked, layer, put_array(values, *axes[1:]), axes)
+    return stacked
+
+
+def _read_stored(name: str, shape: tuple[int, ...], sources: _Sources, fused: FusedRows | None) -> np.ndarray:
+    """Reads a tensor of `shape` from its own stored tensor, or from the one that it shares with other tensors."""
+    tensor = sources.tensors[name]
+    if fused is not None:
+        # The kernel's rows lie in this range. A delta net has other kernels' rows between them.
+        start = fused.rows.min()
+        index = slice(start, fused.rows.max() + 1)
+        values = _read(tensor, (fused.count, *shape[1:]), index)
+        return values[fused.rows - start]
+    if name in sources.parts:
+        part = sources.parts[name]
+        return _read(tensor, part.shape, part.index).reshape(shape)
+    return _read(tensor, shape)
+
+
+def _split_joint_experts(tensors: dict[str, _OpenTensor], config: DecoderConfig) -> dict[str, _Part]:
+    """Replaces each tensor with all experts of a layer, as transformers 5 writes them, by one for each expert.
+
+    It changes `tensors`.
 
     Returns:
-        Shape of the whole tensor, and index of the expert's part, by the name of the expert's tensor.
+        The part of the stored tensor, by the name of the expert's tensor.
     """
     assert config.experts is not None
     count = config.experts.count
     module = config.experts.module
     width = config.intermediate_size
-    cuts = {}
+    parts = {}
     shapes = {"down_proj": (count, config.hidden_size, width), "gate_up_proj": (count, 2 * width, config.hidden_size)}
     for layer in range(config.num_layers):
         mlp = f"model.layers.{layer}.{module}"
         joint_mlp = f"model.layers.{layer}.mlp"
         joint_names = {f"{joint_mlp}.experts.{parameter}" for parameter in _JOINT_EXPERTS}
-        if not joint_names <= sources.keys() or f"{mlp}.experts.0.{EXPERT_MODULES[module]['gate']}.weight" in sources:
+        first_expert = f"{mlp}.experts.0.{EXPERT_MODULES[module]['gate']}.weight"
+        if not joint_names <= tensors.keys() or first_expert in tensors:
             continue
-        if f"{joint_mlp}.gate.weight" in sources:
-            sources[f"{mlp}.gate.weight"] = sources.pop(f"{joint_mlp}.gate.weight")
+        if f"{joint_mlp}.gate.weight" in tensors:
+            tensors[f"{mlp}.gate.weight"] = tensors.pop(f"{joint_mlp}.gate.weight")
         for parameter, projections in _JOINT_EXPERTS.items():
-            tensor = sources.pop(f"{joint_mlp}.experts.{parameter}")
-            rows = shapes[parameter][1] // len(projections)
-            for expert, (number, projection) in itertools.product(range(count), enumerate(projections)):
-                name = f"{mlp}.experts.{expert}.{EXPERT_MODULES[module][projection]}.weight"
-                sources[name] = tensor
-                index = slice(expert, expert + 1), slice(number * rows, (number + 1) * rows)
-                cuts[name] = shapes[parameter], index
-    return cuts
+            tensor = tensors.pop(f"{joint_mlp}.experts.{parameter}")
+            shape = shapes[parameter]
+            rows_per_projection = shape[1] // len(projections)
+            for expert in range(count):
+                for number, projection in enumerate(projections):
+                    name = f"{mlp}.experts.{expert}.{EXPERT_MODULES[module][projection]}.weight"
+                    start = number * rows_per_projection
+                    index = slice(expert, expert + 1), slice(start, start + rows_per_projection)
+                    tensors[name] = tensor
+                    parts[name] = _Part(shape, index)
+    return parts
 
 
 def adapter_fields(path: str | Path) -> dict[str, Any]:
-    """The adapter_config.json of a PEFT adapter: of a folder or hub name.
+    """The adapter_config.json of a PEFT adapter in a folder or under a hub name.
 
     Raises:
         UserError: the file is missing or unreadable, or recjax does not compute such an adapter; the message names the
@@ -531,8 +667,8 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
         fields = dict(json.loads(file.read_text(encoding="utf-8-sig")))
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(file, f"is no adapter config ({error})", "fetch the file again") from error
-    fixed = dict.fromkeys(fields.keys() - _ADAPTER_FIELDS, (None, False)) | _ADAPTER_FIXED
-    for name, values in fixed.items():
+    supported = dict.fromkeys(fields.keys() - _ADAPTER_FIELDS, (None, False)) | _ADAPTER_FIXED
+    for name, values in supported.items():
         value = fields.get(name, values[0])
         if name == "target_parameters":
             value = [parameter for parameter in value or () if str(parameter).split(".")[-1] not in _JOINT_EXPERTS]
@@ -550,6 +686,17 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
     return fields
 
 
+class _Factors(NamedTuple):
+    """One adapter of a kernel, whose change of the kernel is a @ b times the adapter's usual alpha / r.
+
+    a: [inputs, rank].
+    b: [rank, units].
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+
+
 def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, dict]:
     """A PEFT adapter as the settings of `model.lora`, and as parameters in float32 on the host.
 
@@ -565,85 +712,111 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     """
     fields = adapter_fields(path)
     folder = model_folder(path, (_ADAPTER_CONFIG, "adapter_model.*"))
-    if not (file := folder / "adapter_model.safetensors").is_file():
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
         raise UserError(folder, f"holds no {file.name}", "save the adapter with PEFT's save_pretrained")
     plain = dataclasses.replace(config, lora=None)
     leaves = flatten(abstract_params(plain))
     fused = fused_rows(plain)
-    parts = {}
-
-    def divisor(rank: float) -> float:
-        return rank**0.5 if fields.get("use_rslora") else rank
-
-    def module_value(pattern: str, name: str, default: float) -> float:
-        """A value from rank_pattern or alpha_pattern: regular expressions for the module's name in the base."""
-        values = fields.get(pattern) or {}
-        return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", name)), default)
-
-    usual_scale = fields["lora_alpha"] / divisor(fields["r"])
+    usual_scale = fields["lora_alpha"] / _rank_divisor(fields, fields["r"])
+    stored: dict[str, np.ndarray] = {}
+    stored_names: dict[Any, str] = {}
     with _opened(file) as opened:
-        adapter_names: dict[Any, str] = {text_name(name.removeprefix(_ADAPTER_PREFIX)): name for name in opened.keys()}
-        stored: dict[str, np.ndarray] = {
-            name: _read(file, opened, full, tuple(opened.get_slice(full).get_shape())).astype(np.float32)
-            for name, full in adapter_names.items()
-        }
-    joint = _split_experts(stored, fields, plain) if plain.experts else {}
-    unread = {*stored}
+        for stored_name in opened.keys():
+            name: Any = text_name(stored_name.removeprefix(_ADAPTER_PREFIX))
+            shape = tuple(opened.get_slice(stored_name).get_shape())
+            stored_names[name] = stored_name
+            stored[name] = _read(_OpenTensor(file, opened, stored_name), shape).astype(np.float32)
+    joint_parameters = _split_experts(stored, fields, plain) if plain.experts else {}
+    unread = set(stored)
+    adapters: dict[tuple[str, int], _Factors] = {}  # a key is a kernel and an index in its stack
     for kernel, names in tensor_names(plain).items():
-        target = kernel.split("/")[-2] if kernel.endswith("/kernel") else None
-        for index, name in enumerate(names) if target in _TARGETS else ():
+        if not kernel.endswith("/kernel") or _target(kernel) not in _TARGETS:
+            continue
+        inputs, units = leaves[kernel].shape[-2:]
+        rows, count = fused.get(kernel, FusedRows(np.arange(units), units))
+        for index, name in enumerate(names):
             module = name.removesuffix(".weight")
-            inputs, units = leaves[kernel].shape[-2:]
-            factors = [f"{module}.lora_{side}.weight" for side in "AB"]
-            if not stored.keys() & {*factors}:
+            a_name = f"{module}.lora_A.weight"
+            b_name = f"{module}.lora_B.weight"
+            if a_name not in stored and b_name not in stored:
                 continue
-            name_in_base = (
-                adapter_names.get(factors[0], factors[0]).removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
-            )
-            module = joint.get(module, name_in_base)
-            rows, count = fused.get(kernel, FusedRows(np.arange(units), units))
-            rank = module_value("rank_pattern", module, fields["r"])
-            for tensor, shape in zip(factors, ((rank, inputs), (count, rank)), strict=True):
-                if (stored_shape := stored[tensor].shape if tensor in stored else "none") != shape:
+            module_in_base = stored_names.get(a_name, a_name).removeprefix(_ADAPTER_PREFIX)
+            module_in_base = module_in_base.removesuffix(".lora_A.weight")
+            module_in_base = joint_parameters.get(module, module_in_base)
+            rank = _module_value(fields, "rank_pattern", module_in_base, fields["r"])
+            for tensor, shape in ((a_name, (rank, inputs)), (b_name, (count, rank))):
+                stored_shape = stored[tensor].shape if tensor in stored else "none"
+                if stored_shape != shape:
                     raise UserError(
                         file,
                         f"tensor {tensor!r} has shape {stored_shape}, but {_ADAPTER_CONFIG} and the model ask for"
                         f" {shape}",
                         f"set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}",
                     )
-            unread -= {*factors}
-            a, b = (stored[tensor] for tensor in factors)
-            used = b[rows].any(0) | (~b.any(0) & a.any(1))
-            scale = module_value("alpha_pattern", module, fields["lora_alpha"]) / divisor(rank)
-            parts[kernel, index] = a[used].T, b[rows][:, used].T * np.float32(scale / usual_scale)
-    if unread or not any(len(b) for _, b in parts.values()):
-        name = min((str(adapter_names.get(name, name)) for name in unread), default="none")
+            unread -= {a_name, b_name}
+            a = stored[a_name]
+            b = stored[b_name]
+            # Other kernels of a fused tensor use the other columns of B. Columns that no kernel uses yet, because B
+            # starts at zero, are kept for each of them.
+            is_used = b[rows].any(0)
+            is_untrained = ~b.any(0) & a.any(1)
+            kept = is_used | is_untrained
+            scale = _module_value(fields, "alpha_pattern", module_in_base, fields["lora_alpha"])
+            scale = scale / _rank_divisor(fields, rank)
+            adapters[kernel, index] = _Factors(a[kept].T, b[rows][:, kept].T * np.float32(scale / usual_scale))
+    largest_rank = max((len(factors.b) for factors in adapters.values()), default=0)
+    if unread or not largest_rank:
+        name = min((stored_names.get(name, name) for name in unread), default="none")
         raise UserError(
             file,
             f"tensor {name!r} adapts no projection of the decoder ({', '.join(_TARGETS)})",
             "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result",
         )
-    rank = max(len(b) for _, b in parts.values())
-    targets = {kernel.split("/")[-2] for (kernel, _), (_, b) in parts.items() if len(b)}
+    adapted_targets = {_target(kernel) for (kernel, _), factors in adapters.items() if len(factors.b)}
     lora = LoraConfig(
-        rank=rank,
-        alpha=fields["lora_alpha"] * (rank / divisor(fields["r"])),
-        targets=[target for target in _TARGETS if target in targets],
+        rank=largest_rank,
+        alpha=fields["lora_alpha"] * (largest_rank / _rank_divisor(fields, fields["r"])),
+        targets=[target for target in _TARGETS if target in adapted_targets],
     )
-    return lora, _adapter_params(adapted(plain, lora), parts)
+    return lora, _adapter_params(adapted(plain, lora), adapters)
 
 
-def _adapter_params(config: DecoderConfig, parts: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]) -> dict:
-    """The parameters of adapters, zero where `parts`, A and B by kernel and index in its stack, has none."""
-    shapes = flatten(abstract_params(config))
-    params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items() if is_adapter(name)}
+def _rank_divisor(fields: dict[str, Any], rank: float) -> float:
+    """The number by which PEFT divides alpha."""
+    return rank**0.5 if fields.get("use_rslora") else rank
+
+
+def _module_value(fields: dict[str, Any], pattern: str, module: str, default: float) -> float:
+    """A module's value in rank_pattern or alpha_pattern, whose keys are regular expressions for names in the base."""
+    values = fields.get(pattern) or {}
+    for expression, value in values.items():
+        if re.match(rf"(.*\.)?({expression})$", module):
+            return value
+    return default
+
+
+def _target(kernel: str) -> str:
+    """The projection that a kernel's path belongs to."""
+    return kernel.split("/")[-2]
+
+
+def _adapter_params(config: DecoderConfig, adapters: dict[tuple[str, int], _Factors]) -> dict:
+    """The parameters of adapters, zero where `adapters`, by kernel and index in its stack, has none."""
     assert config.lora is not None
-    for (kernel, index), (a, b) in parts.items():
-        if kernel.split("/")[-2] in config.lora.targets:
-            stacks = (params[kernel.replace("/kernel", f"_lora_{side}/kernel")] for side in "ab")
-            of_a, of_b = (stack.reshape(-1, *stack.shape[-2:])[index] for stack in stacks)  # views
-            of_a[:, : len(b)] = a
-            of_b[: len(b)] = b
+    params = {}
+    for name, leaf in flatten(abstract_params(config)).items():
+        if is_adapter(name):
+            params[name] = np.zeros(leaf.shape, np.float32)
+    for (kernel, index), (a, b) in adapters.items():
+        if _target(kernel) not in config.lora.targets:
+            continue
+        rank = len(b)
+        a_stack = params[kernel.replace("/kernel", "_lora_a/kernel")]
+        b_stack = params[kernel.replace("/kernel", "_lora_b/kernel")]
+        # These reshapes are views of the parameters.
+        a_stack.reshape(-1, *a_stack.shape[-2:])[index][:, :rank] = a
+        b_stack.reshape(-1, *b_stack.shape[-2:])[index][:rank] = b
     return unflatten(params)
 
 
@@ -656,23 +829,24 @@ def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderC
     assert config.experts is not None
     count = config.experts.count
     module = config.experts.module
-    ends = {str(parameter).split(".")[-1] for parameter in fields.get("target_parameters") or ()}
+    adapted_parameters = {str(parameter).split(".")[-1] for parameter in fields.get("target_parameters") or ()}
+    outermost_first = [name for name in _JOINT_EXPERTS if name in adapted_parameters]
     parameters = {}
     for layer in range(config.num_layers):
         joint_experts = f"model.layers.{layer}.mlp.experts"
-        nested = zip([name for name in _JOINT_EXPERTS if name in ends], ("", ".base_layer"), strict=False)
-        for parameter, wrapper in nested:
-            a, b = (stored.pop(f"{joint_experts}{wrapper}.lora_{side}.weight", None) for side in "AB")
+        for parameter, wrapper in zip(outermost_first, ("", ".base_layer"), strict=False):
+            a = stored.pop(f"{joint_experts}{wrapper}.lora_A.weight", None)
+            b = stored.pop(f"{joint_experts}{wrapper}.lora_B.weight", None)
             if a is None or b is None or len(a) % count:
                 continue
             a = a.reshape(count, -1, a.shape[-1])
             b = np.moveaxis(b.reshape(len(b), -1, count), 2, 0)
-            for projection, rows in zip(
-                _JOINT_EXPERTS[parameter], np.split(b, len(_JOINT_EXPERTS[parameter]), 1), strict=True
-            ):
+            projections = _JOINT_EXPERTS[parameter]
+            for projection, rows in zip(projections, np.split(b, len(projections), 1), strict=True):
                 for expert in range(count):
                     name = f"model.layers.{layer}.{module}.experts.{expert}.{EXPERT_MODULES[module][projection]}"
-                    stored |= {f"{name}.lora_A.weight": a[expert], f"{name}.lora_B.weight": rows[expert]}
+                    stored[f"{name}.lora_A.weight"] = a[expert]
+                    stored[f"{name}.lora_B.weight"] = rows[expert]
                     parameters[name] = f"{joint_experts}.{parameter}"
     return parameters
 
@@ -687,11 +861,15 @@ def _with_layer(stacked: Array, layer: ArrayLike, tensor: Any, axes: tuple[Axes,
     return constrain(jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, 0), *axes)
 
 
-def _safetensors_files(folder: Path, tensors: dict[str, _Tensor]) -> list[Path]:
+def _safetensors_files(folder: Path, tensors: dict[str, _StoredTensor]) -> list[Path]:
     files = sorted({tensor.file for tensor in tensors.values()})
     if not files:
-        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-        reason = f"only pickle files {pickles}, which can run code when opened" if pickles else "no weights"
+        pickles = []
+        for pattern in ("*.bin", "*.pt", "*.pth"):
+            pickles += [file.name for file in folder.glob(pattern)]
+        reason = "no weights"
+        if pickles:
+            reason = f"only pickle files {sorted(pickles)}, which can run code when opened"
         raise UserError(
             folder,
             f"holds {reason}",
@@ -724,50 +902,54 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _check_names(folder: Path, expected: set[str], sources: dict) -> None:
-    missing = sorted(expected - sources.keys())
-    wrapped = next((name for name in sources if missing and name.endswith(f".{missing[0]}")), None)
-    if wrapped:
-        raise UserError(
-            folder,
-            f"the tensors' names begin with {wrapped.removesuffix(missing[0])!r}, as in {wrapped!r}: they are"
-            " those of a wrapper. Save the model inside it: torch.compile has it as _orig_mod,"
-            " DistributedDataParallel as module, and PEFT's merge_and_unload returns it",
-        )
+def _check_names(folder: Path, expected: set[str], tensors: dict[str, _OpenTensor]) -> None:
+    missing = sorted(expected - tensors.keys())
     if missing:
+        for name in tensors:
+            if name.endswith(f".{missing[0]}"):
+                raise UserError(
+                    folder,
+                    f"the tensors' names begin with {name.removesuffix(missing[0])!r}, as in {name!r}: they are"
+                    " those of a wrapper. Save the model inside it: torch.compile has it as _orig_mod,"
+                    " DistributedDataParallel as module, and PEFT's merge_and_unload returns it",
+                )
         raise UserError(
             folder,
             f"{len(missing)} tensors that config.json calls for are in none of the safetensors files, first"
             f" {missing[0]!r}",
             "check num_hidden_layers and tie_word_embeddings, or fetch the files again",
         )
-    extra = {name for name in sources.keys() - expected if not name.endswith("rotary_emb.inv_freq")} - {_HEAD}
-    if extra:
-        first = min(extra)
+    unexpected = tensors.keys() - expected - {_HEAD}
+    unexpected = {name for name in unexpected if not name.endswith("rotary_emb.inv_freq")}
+    if unexpected:
+        first = min(unexpected)
         raise UserError(
-            sources[first][0],
-            f"{len(extra)} tensors that config.json does not call for, first {first!r}",
+            tensors[first].file,
+            f"{len(unexpected)} tensors that config.json does not call for, first {first!r}",
             "the weights belong to another config or architecture, or hold more than a language model",
         )
 
 
-def _read(file: Path, opened, name: str, shape: tuple[int, ...], index: slice | tuple | None = None) -> np.ndarray:
-    """A tensor of a file, whose shape must be `shape`, or its part at an index."""
-    header = opened.get_slice(name)
-    if tuple(header.get_shape()) != shape:
+def _read(tensor: _OpenTensor, shape: tuple[int, ...], index: slice | tuple[slice, ...] | None = None) -> np.ndarray:
+    """Reads a tensor, whose stored shape must be `shape`; with an index, only this part."""
+    header = tensor.opened.get_slice(tensor.name)
+    stored_shape = tuple(header.get_shape())
+    if stored_shape != shape:
         raise UserError(
-            file,
-            f"tensor {name!r} has shape {tuple(header.get_shape())}, but config.json asks for {shape}",
+            tensor.file,
+            f"tensor {tensor.name!r} has shape {stored_shape}, but config.json asks for {shape}",
             "use the config.json that belongs to these weights",
         )
     if header.get_dtype() not in ("F32", "F16", "BF16"):
         raise UserError(
-            file, f"tensor {name!r} has dtype {header.get_dtype()}", "save it as float32, float16 or bfloat16"
+            tensor.file,
+            f"tensor {tensor.name!r} has dtype {header.get_dtype()}",
+            "save it as float32, float16 or bfloat16",
         )
-    values = opened.get_tensor(name) if index is None else header[index]
-    # The exponent bits, because bfloat16 is slow to convert.
+    values = tensor.opened.get_tensor(tensor.name) if index is None else header[index]
+    # Only NaN and infinite numbers have all exponent bits set. Reading these bits avoids slow conversions of bfloat16.
     exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
     bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)
     if values.size and int((bits & bits.dtype.type(exponent)).max()) >= exponent:
-        raise UserError(file, f"tensor {name!r} has NaN or infinite values", "fetch the file again")
+        raise UserError(tensor.file, f"tensor {tensor.name!r} has NaN or infinite values", "fetch the file again")
     return values

@@ -1,1 +1,1 @@
-"""What a run reports: rows of metrics, trackers, warnings, kept samples."""
+"""Run reports: rows of metrics, trackers, warnings, kept samples."""

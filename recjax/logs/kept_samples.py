@@ -1,7 +1,7 @@
 """Saves completions of training batches in the run folder, with rewards and per-token results of the update."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,18 @@ from recjax.training.run import Update
 logger = logging.getLogger(__name__)
 
 
-def folder_of(output: Path) -> Path:
-    """The folder of the saved completions: one file per step, one line per completion."""
+def samples_folder(output: Path) -> Path:
+    """The folder for the saved completions: one file per step, one line per completion."""
     return output / "samples" / "training"
 
 
-def keep(setup: Setup, update: Update) -> list[dict[str, Any]]:
+def save(setup: Setup, update: Update) -> list[dict[str, Any]]:
     """Saves the first groups of an update if `samples.every` says so, up to the size limit of the config.
 
     Every process must call it.
 
     Returns:
-        The saved rows, one a completion.
+        The saved rows, one for each completion.
     """
     config = setup.config.samples
     tokenizer = setup.policy.tokenizer
@@ -42,37 +42,25 @@ def keep(setup: Setup, update: Update) -> list[dict[str, Any]]:
     tokens = on_host(update.tokens)
     if not hosts.is_first():
         return []
-    folder = folder_of(Path(setup.config.output))
+    folder = samples_folder(Path(setup.config.output))
     path = folder / f"{step:08d}.jsonl"
-    held = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
-    if held >= config.megabytes * 2**20:
+    saved_bytes = sum(file.stat().st_size for file in folder.glob("*.jsonl") if file != path)
+    if saved_bytes >= config.megabytes * 2**20:
         logger.debug(
             "samples.megabytes = %g: limit reached; recjax saves no completions of step %d", config.megabytes, step
         )
         return []
-    saved = []
     terms = tokens.terms
-    columns = {
-        "probability_now": np.exp(tokens.logprobs),
-        "advantage": np.broadcast_to(terms.advantages, terms.ratio.shape),
-        "kept": terms.clip,
-        "coefficient": terms.coefficients,
-    }
-    places = iter(row_places(update.groups, setup.shape))
-    placed = [
-        (group, [[next(places) for _ in completion.rows] for completion in group.completions])
-        for group in update.groups
-    ]
-    rows = update.layout.rows  # of a minibatch; None: all
-    if rows is not None:
-        placed = [(group, of_group) for group, of_group in placed if all(rows[indices].all() for indices in of_group)]
-    for group, of_group in placed[: config.groups]:
-        for completion, of_completion in zip(group.completions, of_group, strict=True):
+    probability = np.exp(tokens.logprobs)
+    advantages = np.broadcast_to(terms.advantages, terms.ratio.shape)
+    saved = []
+    for group, places in _placed_groups(setup, update)[: config.groups]:
+        for completion, completion_places in zip(group.completions, places, strict=True):
             row = _described(step, group, completion, tokenizer)
-            lengths = [(index, len(each.tokens)) for index, each in zip(of_completion, completion.rows, strict=True)]
-            for name, values in columns.items():
-                values = _joined(values[index, :length] for index, length in lengths)
-                row[name] = values.astype(int).tolist() if name == "kept" else _short(values)
+            row["probability_now"] = _short(_token_values(probability, completion, completion_places))
+            row["advantage"] = _short(_token_values(advantages, completion, completion_places))
+            row["kept"] = _token_values(terms.clip, completion, completion_places).astype(int).tolist()
+            row["coefficient"] = _short(_token_values(terms.coefficients, completion, completion_places))
             saved.append(row)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,34 +68,49 @@ def keep(setup: Setup, update: Update) -> list[dict[str, Any]]:
     return saved
 
 
+def _placed_groups(setup: Setup, update: Update) -> list[tuple[Group, list[list[int]]]]:
+    """The groups that the update trained on, with the places of each completion's rows in the batch."""
+    trained_rows = update.layout.rows  # None if the update trained on all rows
+    places = iter(row_places(update.groups, setup.shape))
+    placed = []
+    for group in update.groups:
+        group_places = [[next(places) for _ in completion.rows] for completion in group.completions]
+        if trained_rows is None or all(trained_rows[completion_places].all() for completion_places in group_places):
+            placed.append((group, group_places))
+    return placed
+
+
 def summaries(saved: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Saved completions without results of their tokens, for trackers; `staleness` is in optimizer steps."""
-    return [
-        {
-            "reward": row["reward"],
-            "staleness": row["version"] if row["version"] is None else row["step"] - 1 - row["version"],
-            "source": row["source"],
-            "tokens": len(row["tokens"]),
-            "truncated": row["truncated"],
-            "answer": row["answer"],
-            "question": row["question"],
-            "completion": row["text"],
-        }
-        for row in saved
-    ]
+    rows = []
+    for row in saved:
+        staleness = None
+        if row["version"] is not None:
+            staleness = row["step"] - 1 - row["version"]
+        rows.append(
+            {
+                "reward": row["reward"],
+                "staleness": staleness,
+                "source": row["source"],
+                "tokens": len(row["tokens"]),
+                "truncated": row["truncated"],
+                "answer": row["answer"],
+                "question": row["question"],
+                "completion": row["text"],
+            }
+        )
+    return rows
 
 
 def _described(step: int, group: Group, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     grade = completion.known_grade
     rows = completion.rows
-    is_known = all(row.behavior_logprobs is not None for row in rows)
-    starts = np.cumsum([0, *(len(row.tokens) for row in rows)]).tolist()  # of each row in the joined tokens
-    turns = {
-        "turns": [starts[turn.row] + turn.end for turn in completion.turns],
-        "turn_rewards": list(grade.turns),
-        "contexts": {starts[number]: tokenizer.decode(rows[number].prompt_tokens) for number in range(1, len(rows))},
-    }
-    return {
+    token_ids = _joined(row.tokens for row in rows).astype(int).tolist()
+    probability = None
+    if all(row.behavior_logprobs is not None for row in rows):
+        logprobs = _joined(np.asarray(row.behavior_logprobs) for row in rows)
+        probability = _short(np.exp(logprobs))
+    described: dict[str, Any] = {
         "step": step,
         "group": group.id,
         "id": completion.id,
@@ -121,11 +124,26 @@ def _described(step: int, group: Group, completion: Completion, tokenizer: PreTr
         "accurate": grade.accurate,
         "truncated": completion.truncated,
         "version": completion.policy_version,
-        "tokens": token_texts(tokenizer, _joined(row.tokens for row in rows).astype(int).tolist()),
+        "tokens": token_texts(tokenizer, token_ids),
         "chosen": _joined(row.mask for row in rows).astype(int).tolist(),
-        "probability": _short(np.exp(_joined(np.asarray(row.behavior_logprobs) for row in rows))) if is_known else None,
-        **(turns if completion.turns else {}),
+        "probability": probability,
     }
+    if completion.turns:
+        starts = [0]  # first token of each row in the joined tokens
+        for row in rows:
+            starts.append(starts[-1] + len(row.tokens))
+        contexts = {}
+        for number in range(1, len(rows)):
+            contexts[starts[number]] = tokenizer.decode(rows[number].prompt_tokens)
+        described["turns"] = [starts[turn.row] + turn.end for turn in completion.turns]
+        described["turn_rewards"] = list(grade.turns)
+        described["contexts"] = contexts
+    return described
+
+
+def _token_values(values: np.ndarray, completion: Completion, places: Sequence[int]) -> np.ndarray:
+    """The values at the completion's tokens, from the places of its rows in the batch."""
+    return _joined(values[place, : len(row.tokens)] for place, row in zip(places, completion.rows, strict=True))
 
 
 def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray:

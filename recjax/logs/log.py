@@ -8,8 +8,8 @@ from recjax.experience.layout import padding_waste
 from recjax.experience.queue import counts
 from recjax.logs import kept_samples
 from recjax.logs.metrics import MetricsWriter, batch_metrics, peak_memory_bytes, read_metrics, task_metrics
-from recjax.logs.signs import steps_of_signs
 from recjax.logs.tracking import Trackers
+from recjax.logs.warnings import warning_steps
 from recjax.plots.training import draw_experience, draw_training
 from recjax.runtime import hosts
 from recjax.runtime.files import json_text, write_whole, writing
@@ -28,7 +28,7 @@ class RunLog:
         self._metrics = metrics
         self._trackers = trackers
         self._output = Path(setup.config.output)
-        self._idle_seconds = 0.0  # of the devices, in the rows so far
+        self._idle_seconds = 0.0  # the rows so far contain so many idle seconds of the devices
 
     def begin(self, state: State, measured: dict[str, float]) -> None:
         """Writes the row of step 0.
@@ -36,9 +36,11 @@ class RunLog:
         Args:
             measured: metrics of the policy before the first step.
         """
-        unusable = self._setup.stored.left_out if self._setup.stored else {}
-        left_out = {f"experience/left_out/{reason}": count for reason, count in unusable.items()}
-        self._metrics.write({"step": 0, **measured, **state.totals["warm_start"], **left_out})
+        row = {"step": 0} | measured | state.totals["warm_start"]
+        if self._setup.stored:
+            for reason, count in self._setup.stored.left_out.items():
+                row[f"experience/left_out/{reason}"] = count
+        self._metrics.write(row)
 
     def row(self, update: Update, state: State) -> dict[str, Any]:
         """The row of a step, with numbers that the device may still compute; keeps completions if `samples` says so.
@@ -47,28 +49,29 @@ class RunLog:
             state: the state after the step.
         """
         config = self._setup.config
-        if kept := kept_samples.keep(self._setup, update):
-            self._trackers.log_samples("completions", kept_samples.summaries(kept), update.step)
-        # With `truncated: mask`, `seen` would drop completions whose accuracy counts all the same.
-        judged = update.groups if config.task.truncated == "mask" else map(self._setup.judge.seen, update.groups)
-        graded = (
-            (completion.metadata, completion.known_grade.accurate, completion.known_grade.reward)
-            for group in judged
-            for completion in group.completions
-            if completion.rows
-        )
+        saved = kept_samples.save(self._setup, update)
+        if saved:
+            self._trackers.log_samples("completions", kept_samples.summaries(saved), update.step)
+        groups = update.groups
+        if config.task.truncated != "mask":  # here, `seen` would drop completions whose accuracy counts all the same
+            groups = [self._setup.judge.seen(group) for group in groups]
+        grades = []
+        for group in groups:
+            for completion in group.completions:
+                if completion.rows:
+                    grade = completion.known_grade
+                    grades.append((completion.metadata, grade.accurate, grade.reward))
         idle_seconds = self._setup.phases.device.idle_seconds - self._idle_seconds
         self._idle_seconds += idle_seconds
-        filled = len(update.batch.prompts) - self._setup.shape.prompts  # rows that only fill the micro-batches
-        return {
-            "step": update.step,
-            **batch_metrics(update.step, update.batch, update.learned_from, config.rollout.sampling().has_cuts),
-            **task_metrics(graded),
-            **queue_metrics(self._setup, self._source, update, state),
-            "padding_waste": padding_waste(update.learned_from, update.layout, filled=filled),
-            "device_idle_seconds": idle_seconds,
-            **update.metrics,
-        }
+        row: dict[str, Any] = {"step": update.step}
+        row |= batch_metrics(update.step, update.batch, update.learned_from, config.rollout.sampling().has_cuts)
+        row |= task_metrics(grades)
+        row |= queue_metrics(self._setup, self._source, update, state)
+        # The other prompts only fill the micro-batches.
+        filled = len(update.batch.prompts) - self._setup.shape.prompts
+        row["padding_waste"] = padding_waste(update.learned_from, update.layout, filled=filled)
+        row["device_idle_seconds"] = idle_seconds
+        return row | update.metrics
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
         """Waits for the numbers of a row; see `MetricsWriter.read`."""
@@ -79,7 +82,12 @@ class RunLog:
         if hosts.is_first():
             write_samples(self._output / "samples" / f"{name}.jsonl", evaluation, step)
             self._trackers.log_samples("samples", evaluation.samples, step)
-        measured = {key: getattr(evaluation, key) for key in ("accuracy", "right_and_ended", "reward", "initial_kl")}
+        measured = {
+            "accuracy": evaluation.accuracy,
+            "right_and_ended": evaluation.right_and_ended,
+            "reward": evaluation.reward,
+            "initial_kl": evaluation.initial_kl,
+        }
         measured |= task_metrics((row, row["accurate"], row["reward"]) for row in evaluation.samples)
         return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
 
@@ -102,7 +110,7 @@ class RunLog:
         title = f"{config.algorithm.preset}: {self._output.name}"
         figures = self._output / "figures"
         with writing(figures):
-            draw_training(rows, title, figures / "training.png", steps_of_signs(rows))
+            draw_training(rows, title, figures / "training.png", warning_steps(rows))
             if config.experience or config.regime.mode == "async":
                 draw_experience(rows, title, figures / "experience.png")
         # A row is missing if metrics.jsonl was damaged before the run resumed.
@@ -126,19 +134,21 @@ class RunLog:
 
 
 def queue_metrics(setup: Setup, source: Source, update: Update, state: State) -> dict[str, Any]:
-    """Metrics of a step's groups, the queue and the source; none after the first update of a batch."""
+    """Metrics of a step's groups, the queue and the source; none after a batch's first update."""
     before = update.queue_before
     if before is None:
         return {}
     config = setup.config
     queue = state.queue
-    logged: dict[str, Any] = {
-        f"{family}/{reason}": queue.counts[f"ungraded/{reason}"] - before.counts[f"ungraded/{reason}"]
-        for family, reasons in setup.failures.items()
-        for reason in reasons
-    }
+    metrics: dict[str, Any] = {}
+    for family, reasons in setup.failures.items():
+        for reason in reasons:
+            name = f"ungraded/{reason}"
+            metrics[f"{family}/{reason}"] = queue.counts[name] - before.counts[name]
     if config.experience or config.regime.mode == "async":
-        rows = (completion.source for group in update.groups for completion in group.completions)
-        logged["source_rows"] = dict(Counter(rows))
-        logged |= counts(queue) if config.follows or not (config.experience and config.experience.store) else {}
-    return logged | source.metrics(queue, update.groups, update.step)
+        sources = Counter(completion.source for group in update.groups for completion in group.completions)
+        metrics["source_rows"] = dict(sources)
+        trains_on_a_fixed_store = config.experience and config.experience.store and not config.follows
+        if not trains_on_a_fixed_store:
+            metrics |= counts(queue)
+    return metrics | source.metrics(queue, update.groups, update.step)

@@ -63,8 +63,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
             keep_through: last step to keep; -1 removes all rows.
             written: size and checksum of metrics.jsonl according to that checkpoint.
             watch: function that also gets the rows.
-            manager: the checkpoints of the run, which an error names.
-            refuses_impossible: whether tokens of probability 0 are an error.
+            manager: the run's checkpoints, which an error names.
+            refuses_impossible: True if tokens of probability 0 are an error.
             remedy: remedy for numbers that are not finite.
         Raises:
             UserError: a line of metrics.jsonl is not a row, or the file cannot be written.
@@ -99,7 +99,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
     @property
     def written(self) -> Written | None:
         """Size and checksum of the current metrics.jsonl; None in processes that do not write it."""
-        return None if self._file is None else [self._size, self._digest.hexdigest()]
+        if self._file is None:
+            return None
+        return [self._size, self._digest.hexdigest()]
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row, which has a "step"; dictionaries of counts go only to metrics.jsonl.
@@ -133,7 +135,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """
         if self._held is None:
             return
-        # also if `read` raises: the exit must not try the row again
+        # Drop the row before `read`, which may raise: the exit must not try the row again.
         row = self._held
         self._held = None
         row = self.read(row)
@@ -150,8 +152,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """
         with self._phases.phase("update"):
             # Every process holds complete scalars, so this needs no other process, which may already have failed.
-            arrays = jax.device_get({name: value for name, value in row.items() if isinstance(value, jax.Array)})
-        row = row | {name: float(value) for name, value in arrays.items()}
+            arrays = {name: value for name, value in row.items() if isinstance(value, jax.Array)}
+            numbers = {name: float(value) for name, value in jax.device_get(arrays).items()}
+        row = row | numbers
         bad = [name for name in ("loss", "gradient_norm", "update_norm") if not math.isfinite(row[name])]
         remedy = self._remedy
         if not bad and self._refuses_impossible:
@@ -175,13 +178,14 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
 
 def _show(bar: tqdm, row: dict[str, Any]) -> None:
+    shown = {}
     if "reward" in row:
-        has_own = row.get("accuracy", row["reward"]) != row["reward"]
-        names = ("reward", "accuracy") if has_own else ("reward",)
-        shown = {name: f"{row[name]:.2f}" for name in names}
+        shown["reward"] = f"{row['reward']:.2f}"
+        if row.get("accuracy", row["reward"]) != row["reward"]:
+            shown["accuracy"] = f"{row['accuracy']:.2f}"
         shown["tok/s"] = f"{row['tokens_per_second']:.0f}"
     else:
-        shown = {"loss": f"{row['loss']:.3f}"}
+        shown["loss"] = f"{row['loss']:.3f}"
     if "staleness" in row:
         shown["stale"] = f"{row['staleness']:.0f}"
     if "ratio/q01" in row:
@@ -225,13 +229,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes, location: str) -> dict[str, Any]:
-    row = {}
+    reason = None
+    row: Any = None
     try:
         row = json.loads(line)
-        is_row = isinstance(row, dict) and type(row.get("step")) is int
-        reason = None if is_row else "its step is not a whole number"
     except (ValueError, RecursionError) as error:
         reason = str(error)
+    else:
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            reason = "its step is not a whole number"
     if reason:
         raise UserError(
             location,
@@ -247,7 +253,7 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
     Args:
         step: training step of the batch, from 1.
         batch: the sampled batch, unchanged.
-        learned: batch as the update gets it, from which the mean reward is computed.
+        learned: batch as the update gets it; its rewards give the mean reward.
         has_cuts: True to count tokens whose set of possible tokens was not recorded, see `rollout.kept_ids`.
     Returns:
         Means over rows; the mean of a reward part covers the rows that have it. `accuracy` is missing if a row has no
@@ -255,55 +261,74 @@ def batch_metrics(step: int, batch: Batch, learned: Batch, has_cuts: bool = Fals
         groups of several completions. `staleness` covers rows with a policy version and is missing without such rows;
         `staleness_rows` counts rows by staleness.
     """
-    rows = batch.completion_mask.any(-1)
-    real = rows
+    completions = batch.completion_mask.any(-1)
     if batch.trajectories is not None:  # a trajectory counts once, at its first row
-        real = rows & np.isin(np.arange(len(rows)), np.unique(batch.trajectories, return_index=True)[1])
-    versions = batch.policy_version[real & (batch.policy_version != FOREIGN)]
-    ages, counts = np.unique(staleness(step, versions), return_counts=True)
-    known = has_sets(batch.recorded, batch.completion_mask).sum() if has_cuts else 0
-    compared = real & learned.completion_mask.any(-1)
-    groups, group_of, sizes = np.unique(learned.group_ids[compared], return_inverse=True, return_counts=True)
+        first_rows = np.unique(batch.trajectories, return_index=True)[1]
+        completions = completions & np.isin(np.arange(len(completions)), first_rows)
+    metrics: dict[str, Any] = {"reward": float(learned.rewards[completions].mean())}
+    for name, values in batch.reward_parts.items():
+        metrics[f"reward/{name}"] = float(np.nanmean(values[completions]))
+    has_equal_rewards = _groups_with_equal_rewards(learned, completions & learned.completion_mask.any(-1))
+    if has_equal_rewards.size:
+        metrics["frac_reward_zero_std"] = float(np.mean(has_equal_rewards))
+    if not np.isnan(batch.accurate[completions]).any():
+        ended = ~batch.truncated
+        metrics["accuracy"] = float(batch.accurate[completions].mean(dtype=float))
+        metrics["right_and_ended"] = float((batch.accurate * ended)[completions].mean(dtype=float))
+    metrics["completion_length"] = float(batch.completion_mask.sum() / completions.sum())
+    metrics["truncated"] = float(batch.truncated[completions].mean())
+    versions = batch.policy_version[completions & (batch.policy_version != FOREIGN)]
+    ages = staleness(step, versions)
+    if len(versions):
+        metrics["staleness"] = float(ages.mean())
+    if has_cuts:
+        recorded = has_sets(batch.recorded, batch.completion_mask).sum()
+        metrics["tokens_without_set"] = float(1 - recorded / batch.completion_mask.sum())
+    values, counts = np.unique(ages, return_counts=True)
+    metrics["staleness_rows"] = {str(age): int(count) for age, count in zip(values, counts, strict=True)}
+    return metrics
+
+
+def _groups_with_equal_rewards(batch: Batch, completions: np.ndarray) -> np.ndarray:
+    """A flag for each group of several completions: True if their rewards are equal."""
+    groups, group_index, sizes = np.unique(batch.group_ids[completions], return_inverse=True, return_counts=True)
     lowest = np.full(len(groups), np.inf)
     highest = np.full(len(groups), -np.inf)
-    np.minimum.at(lowest, group_of, learned.rewards[compared])
-    np.maximum.at(highest, group_of, learned.rewards[compared])
-    are_equal = (lowest == highest)[sizes > 1]
-    verdicts = {"accuracy": batch.accurate[real], "right_and_ended": (batch.accurate * ~batch.truncated)[real]}
-    has_verdicts = not np.isnan(batch.accurate[real]).any()
-    return {
-        "reward": float(learned.rewards[real].mean()),
-        **{f"reward/{name}": float(np.nanmean(values[real])) for name, values in batch.reward_parts.items()},
-        **({"frac_reward_zero_std": float(np.mean(are_equal))} if are_equal.size else {}),
-        **{name: float(values.mean(dtype=float)) for name, values in verdicts.items() if has_verdicts},
-        "completion_length": float(batch.completion_mask.sum() / real.sum()),
-        "truncated": float(batch.truncated[real].mean()),
-        **({"staleness": float(staleness(step, versions).mean())} if len(versions) else {}),
-        **({"tokens_without_set": float(1 - known / batch.completion_mask.sum())} if has_cuts else {}),
-        "staleness_rows": {str(value): int(count) for value, count in zip(ages, counts, strict=True)},
-    }
+    np.minimum.at(lowest, group_index, batch.rewards[completions])
+    np.maximum.at(highest, group_index, batch.rewards[completions])
+    return (lowest == highest)[sizes > 1]
 
 
 def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | None]]) -> dict[str, float]:
-    """The mean accuracy and reward of each task of a mixture, and of each seat of agents.
+    """The mean accuracy and reward of each task in a mixture, and of each agent seat.
 
     A name has no accuracy if a completion has no verdict, and no reward if no completion has one.
 
     Args:
         rows: a mapping with the completion's `task` and `seat`, if it has them; its accuracy and its reward, or None.
     """
-    by_name: dict[str, list] = defaultdict(list)
+    accuracies: dict[str, list] = defaultdict(list)
+    rewards: dict[str, list] = defaultdict(list)
     for names, accurate, reward in rows:
-        for name in filter(None, (names.get("task"), "seat" in names and f"seat/{names['seat']}")):
-            by_name[str(name)].append((accurate, reward))
-    columns = {task: np.array(by_name[task], float).T for task in sorted(by_name)}
-    known = {task: rewards[~np.isnan(rewards)] for task, (_, rewards) in columns.items()}
-    return {
-        **{
-            f"accuracy/{task}": float(right.mean()) for task, (right, _) in columns.items() if not np.isnan(right).any()
-        },
-        **{f"reward/{task}": float(rewards.mean()) for task, rewards in known.items() if len(rewards)},
-    }
+        labels = []
+        if names.get("task"):
+            labels.append(str(names["task"]))
+        if "seat" in names:
+            labels.append(f"seat/{names['seat']}")
+        for label in labels:
+            accuracies[label].append(accurate)
+            rewards[label].append(reward)
+    metrics = {}
+    for label in sorted(accuracies):
+        values = np.array(accuracies[label], float)
+        if not np.isnan(values).any():
+            metrics[f"accuracy/{label}"] = float(values.mean())
+    for label in sorted(rewards):
+        values = np.array(rewards[label], float)
+        graded = values[~np.isnan(values)]
+        if len(graded):
+            metrics[f"reward/{label}"] = float(graded.mean())
+    return metrics
 
 
 def step_bar(description: str, total: int, initial: int = 0) -> tqdm:

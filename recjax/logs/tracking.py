@@ -37,7 +37,7 @@ if _hides_torch:
 logger = logging.getLogger(__name__)
 
 NAME = "tracking.json"
-MOST_WAITING = 10_000  # rows that a tracker may be behind; a slower tracker gets no further rows
+MOST_WAITING = 10_000  # a tracker with more waiting rows gets no further rows
 LAST_SECONDS = 60.0  # longest wait for a tracker at the end of a run
 MOST_ROWS = 64  # completions of one table
 MOST_TEXTS = 8  # completions of one text of TensorBoard
@@ -67,7 +67,7 @@ def identity(output: Path) -> tuple[str, str]:
 
 
 class Trackers:
-    """The trackers of a run. Each has its own thread, so that a slow or failing tracker cannot stop the run.
+    """A run's trackers. Each has its own thread, so that a slow or failing tracker cannot stop the run.
 
     Only the first process has trackers.
     """
@@ -91,7 +91,7 @@ class Trackers:
     def log(self, row: Mapping[str, Any]) -> None:
         """Sends a row of metrics to the trackers, at the row's "step"; skips dictionaries in the row."""
         numbers = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
-        for feed in (*self._boards, *self._modules):
+        for feed in self._boards + self._modules:
             feed.put("log", numbers, row["step"])
 
     def log_text(self, name: str, markdown: str, step: int) -> None:
@@ -103,7 +103,7 @@ class Trackers:
         """Sends the first completions: a text to TensorBoard, and a table to modules that have the type `Table`.
 
         Args:
-            rows: one a completion, with `question`, `completion`, and numbers or short texts such as `reward`.
+            rows: one for each completion, with `question`, `completion`, and numbers or short texts such as `reward`.
         """
         self.log_text(name, _as_markdown(rows[:MOST_TEXTS]), step)
         for feed in self._modules:
@@ -116,10 +116,10 @@ class Trackers:
 
     def close(self) -> None:
         """Ends each tracker once it has logged all its rows, or after LAST_SECONDS."""
-        begun = [feed for feed in (*self._boards, *self._modules) if feed.ident]
-        for feed in begun:
+        started = [feed for feed in self._boards + self._modules if feed.ident]
+        for feed in started:
             feed.put("finish")
-        for feed in begun:
+        for feed in started:
             feed.join(LAST_SECONDS)
 
 
@@ -136,7 +136,7 @@ class TensorBoard:
         self._is_empty = True
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Adds the scalars of a step."""
+        """Adds a step's scalars."""
         summary = Summary()
         for name, value in numbers.items():
             # `add`, not separate Value objects: after 10,000 objects protobuf returns free heap pages to the kernel.
@@ -144,11 +144,11 @@ class TensorBoard:
         self._add(step, summary=summary)
 
     def log_text(self, name: str, markdown: str, step: int) -> None:
-        """Adds a text of a step."""
+        """Adds a step's text."""
         self._add(step, summary=text(name, markdown))
 
     def _add(self, step: int, **event: Any) -> None:
-        if self._is_empty:  # the values of earlier files from this step on no longer count
+        if self._is_empty:  # TensorBoard then ignores the earlier files' values from this step on
             self._is_empty = False
             self._add(step, session_log=SessionLog(status=SessionLog.START))
         self._file.write_event(Event(step=step, wall_time=time.time(), **event))
@@ -165,12 +165,14 @@ class _ModuleRun:
     def __init__(self, module: Any, config: Config, options: Mapping[str, Any]):
         with _ONE_AT_A_TIME:
             run_id, name = identity(Path(config.output))
-        # trackio identifies a run only by its name.
-        takes = inspect.signature(module.init).parameters.values()
-        by_id = any(taken.name == "id" or taken.kind is taken.VAR_KEYWORD for taken in takes)
-        run = {"id": run_id, "name": name} if by_id else {"name": f"{name}-{run_id[:8]}"}
+        parameters = inspect.signature(module.init).parameters.values()
+        if any(parameter.name == "id" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            run = {"id": run_id, "name": name}
+        else:  # trackio identifies a run only by its name
+            run = {"name": f"{name}-{run_id[:8]}"}
+        settings = {"resume": "allow"} | run | dict(options)
         self._module = module
-        self._run = module.init(config=config.model_dump(), **{"resume": "allow", **run, **options})
+        self._run = module.init(config=config.model_dump(), **settings)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._run.log(numbers, step=step)

@@ -1,6 +1,5 @@
 """A run's sizes, memory, tokens and staleness before it starts, from shapes: it neither reads weights nor compiles."""
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -52,9 +51,12 @@ logger = logging.getLogger(__name__)
 
 
 class Item(NamedTuple):
-    """Memory of each device: its content, the formula of its size on all devices, and its size in bytes.
+    """An array in the memory of each device.
 
-    `phase` is "always", or the phase of a step that needs the memory: "sample" or "update".
+    phase: "always", or the phase of a step that needs the memory: "sample" or "update".
+    name: content of the array.
+    formula: its size on all devices together.
+    bytes: its size on each device.
     """
 
     phase: str
@@ -66,7 +68,7 @@ class Item(NamedTuple):
 class DryRun(NamedTuple):
     """Facts about a run before it starts; unknown ones are None or empty, and `notes` explain why.
 
-    `missing` has an error with its remedy for each part that the run needs to start: model, tokenizer, data or store.
+    missing: an error with its remedy for each part that the run needs to start: model, tokenizer, data or store.
     """
 
     model: Model | None
@@ -90,40 +92,57 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
         UserError: an invalid config.
     """
     result = DryRun(*programs.resolve_shapes(config))
-    model = result.model
-    prompt_tokens = result.prompt_tokens
-    notes = result.notes
-    if model:
-        warn_of_context(config, prompt_tokens or 0)
-        mesh = make_mesh(config.mesh, devices.count) if devices else make_mesh(MeshConfig(), 1)
-        check_fits(mesh, model.decoder.config)
-        usable = devices.usable if devices else None
-        platform = devices.platform if devices else None
-        memory, activations = memory_items(config, model, prompt_tokens, mesh, usable, tuple(REMAT), platform)
-        if not prompt_tokens:
-            notes.append("memory of sampling and of the update; set rollout.max_prompt_tokens")
-        result = result._replace(
-            memory=memory,
-            activations=activations,
-            mesh=mesh,
-            checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0),
-        )
-    experience = config.experience
+    if result.model:
+        result = _with_memory(result, config, result.model, devices)
     regime = config.regime
-    staleness = []
     if regime.mode == "async":
-        notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
-    if experience and (folder := experience.store or (experience.mix and experience.mix.store)):
-        notes.append(f"sizes of the groups in {folder}; the sizes above are those of sampled groups")
-        if not experience.follow and "://" not in folder and not Path(folder).expanduser().exists():
-            result.missing.append(f"{folder}: is not an experience store (no such file); {MAKE}")
-    if regime.mode == "sync" and experience and (experience.store or experience.late or experience.replay):
-        notes.append("staleness, which depends on reward delays, the replay buffer and the store: the run measures it")
-    elif regime.mode == "sync":
-        staleness = [
-            expected_staleness(step, regime, config.training.updates) for step in range(1, config.training.steps + 1)
-        ]
-    return result._replace(notes=notes, staleness=staleness)
+        result.notes.append(f"staleness, at most regime.max_staleness = {regime.max_staleness}: the run measures it")
+    experience = config.experience
+    if experience:
+        folder = experience.store
+        if not folder and experience.mix:
+            folder = experience.mix.store
+        if folder:
+            result.notes.append(f"sizes of the groups in {folder}; the sizes above are those of sampled groups")
+            if not experience.follow and "://" not in folder and not Path(folder).expanduser().exists():
+                result.missing.append(f"{folder}: is not an experience store (no such file); {MAKE}")
+    if regime.mode != "sync":
+        return result
+    if experience and (experience.store or experience.late or experience.replay):
+        result.notes.append(
+            "staleness, which depends on reward delays, the replay buffer and the store: the run measures it"
+        )
+        return result
+    steps = range(1, config.training.steps + 1)
+    return result._replace(staleness=[expected_staleness(step, regime, config.training.updates) for step in steps])
+
+
+def _with_memory(result: DryRun, config: Config, model: Model, devices: Devices | None) -> DryRun:
+    """Adds the mesh, and the memory of devices and checkpoints, to a dry run."""
+    prompt_tokens = result.prompt_tokens
+    warn_of_context(config, prompt_tokens or 0)
+    if devices:
+        mesh = make_mesh(config.mesh, devices.count)
+    else:
+        mesh = make_mesh(MeshConfig(), 1)
+    check_fits(mesh, model.decoder.config)
+    memory, activations = memory_items(
+        config,
+        model,
+        prompt_tokens,
+        mesh,
+        usable=devices.usable if devices else None,
+        remats=tuple(REMAT),
+        platform=devices.platform if devices else None,
+    )
+    if not prompt_tokens:
+        result.notes.append("memory of sampling and of the update; set rollout.max_prompt_tokens")
+    return result._replace(
+        memory=memory,
+        activations=activations,
+        mesh=mesh,
+        checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0),
+    )
 
 
 def count(params: dict) -> int:
@@ -143,119 +162,181 @@ def memory_items(
     """Memory of each device, and the bytes of an update's activations for every value of model.remat in `remats`.
 
     Args:
-        prompt_tokens: tokens of the longest prompt; None: not known, and only the arrays that always exist are listed.
+        prompt_tokens: tokens of the longest prompt; None: unknown, and the result has only the arrays that always
+            exist.
         usable: bytes of each device, which limit the number of slots; None: every completion has a slot.
-        platform: JAX's name of the devices' platform; None: that of this machine's devices.
+        platform: JAX's name of the devices' platform; None: this machine's.
     """
     items = resident_items(config, model, mesh)
     if not prompt_tokens:
         return items, {}
-    free = None if usable is None else int(usable) - sum(item.bytes for item in items)
-    update, activations = update_items(config, model, prompt_tokens, mesh, remats)
+    free = None
+    if usable is not None:
+        free = int(usable) - sum(item.bytes for item in items)
     platform = platform or jax.default_backend()
-    return items + sampling_items(config, model, prompt_tokens, mesh, free, platform) + update, activations
+    update, activations = update_items(config, model, prompt_tokens, mesh, remats)
+    items += sampling_items(config, model, prompt_tokens, mesh, free=free, platform=platform)
+    items += update
+    return items, activations
 
 
 def resident_items(config: Config, model: Model, mesh: AnyMesh) -> list[Item]:
     """Memory of the arrays that each device always holds."""
-    arrays = resident_arrays(config, model)
-    sizes = {name: bytes_on_device(laid_out_by_rules(mesh, held.tree)) for name, held in arrays.items()}
-    return [Item("always", name, held.formula, sizes[name]) for name, held in arrays.items() if sizes[name]]
+    items = []
+    for name, held in resident_arrays(config, model).items():
+        size = bytes_on_device(laid_out_by_rules(mesh, held.tree))
+        if size:
+            items.append(Item("always", name, held.formula, size))
+    return items
 
 
 def sampling_items(
     config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, free: int | None, platform: str
 ) -> list[Item]:
-    """Memory of sampling, for the larger of training's and evaluation's batches."""
+    """Memory of sampling, for the larger of training's and evaluation's batches.
+
+    Args:
+        free: bytes on each device that the run does not always hold; None: every completion has a slot.
+    """
     decoder = model.decoder
-    shape = model.decoder.config
-    prompts = config.rollout.prompts_per_step
-    rows = prompts * most_completions(config)
-    longest = config.rollout.max_completion_tokens
+    shape = decoder.config
     size = jnp.dtype(decoder.dtype).itemsize
     name, weights = sampled_from(config, model)
     cast = bytes_on_device(laid_out_by_rules(mesh, weights)) if name == CAST else 0
+    items = [Item("sample", name, f"{size} B × trained", cast)]
     # Each version of frozen seats has an engine of its own.
     engines = 1 + config.task.most_older_versions(config.training.steps)
-    free = None if free is None else (free - cast) // engines
-    plan = None if free is None else sampling_of(config, decoder, mesh, prompt_tokens, free, platform)
-    states = (plan.prompts + plan.slots) if plan else prompts + rows
-    if plan:
-        prompts = plan.prompts + (0 if plan.shares_prompts else plan.slots)
+    each = "" if engines == 1 else f"{engines} × "
+    if free is None:
+        sampling_mesh = mesh
+        prompts = config.rollout.prompts_per_step
+        rows = prompts * most_completions(config)
+        states = prompts + rows
+    else:
+        plan = sampling_of(config, decoder, mesh, prompt_tokens, free=(free - cast) // engines, platform=platform)
+        sampling_mesh = plan.mesh
         rows = plan.slots
+        states = plan.prompts + plan.slots
+        prompts = plan.prompts if plan.shares_prompts else states
+        items += [
+            Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved),
+            Item("sample", "unrolled layers", f"{each}{size} B × layers", engines * plan.copied),
+        ]
+    longest = config.rollout.max_completion_tokens
+    sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows, "completion_tokens": longest}
+    with jax.sharding.use_abstract_mesh(sampling_mesh.abstract_mesh):
+        key_value_size = engines * key_value_bytes(decoder, **sizes)
+        state_size = engines * state_bytes(decoder, states)
+        score_size = score_bytes(decoder, rows)
     formula = (
-        f"2 × {shape.attention_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {size} B"
+        f"{each}2 × {shape.attention_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {size} B"
         f" × ({prompts} × {prompt_tokens} + {rows} × {longest} tokens)"
     )
-    sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows, "completion_tokens": longest}
-    recurrent = ""
-    if net := shape.delta:
+    items.append(Item("sample", "keys and values", formula, key_value_size))
+    if shape.delta:
+        net = shape.delta
         state = f"{net.value_heads} × {net.key_dim} × {net.value_dim} × 4 B"
-        window = (net.kernel - 1) * net.channels
-        recurrent = f"{sum(net.layers)} layers × {states} rows × ({state} + {window} × {size} B)"
-    scores = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
-    each = "" if engines == 1 else f"{engines} × "
-    with jax.sharding.use_abstract_mesh((plan.mesh if plan else mesh).abstract_mesh):
-        items = [
-            Item("sample", name, f"{size} B × trained", cast),
-            Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved if plan else 0),
-            Item("sample", "unrolled layers", f"{each}{size} B × layers", engines * plan.copied if plan else 0),
-            Item("sample", "keys and values", each + formula, engines * key_value_bytes(decoder, **sizes)),
-            Item("sample", "states of delta nets", each + recurrent, engines * state_bytes(decoder, states)),
-            Item("sample", "scores of the next token", scores, score_bytes(decoder, rows)),
-        ]
+        window = f"{(net.kernel - 1) * net.channels} × {size} B"
+        formula = f"{each}{sum(net.layers)} layers × {states} rows × ({state} + {window})"
+        items.append(Item("sample", "states of delta nets", formula, state_size))
+    formula = f"2 × {rows} rows × {shape.vocab_size} tokens × 4 B"
+    items.append(Item("sample", "scores of the next token", formula, score_size))
     return [item for item in items if item.bytes]
+
+
+class _MicroBatch(NamedTuple):
+    """A device's share of a micro-batch.
+
+    inputs: shapes of the arrays that the forward pass reads.
+    tokens: number of tokens that it scores.
+    contents: the sizes in words.
+    logprobs: function that computes the tokens' log-probs.
+    """
+
+    inputs: list[Any]
+    tokens: int
+    contents: str
+    logprobs: Callable
 
 
 def update_items(
     config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, remats: Sequence[str] = ()
 ) -> tuple[list[Item], dict[str, int]]:
     """Memory of the update, and the bytes of its activations for model.remat and every value in `remats`."""
-    shape = programs.minibatch_shape(config, prompt_tokens)
-    shards = row_shards(mesh)
-    packed = is_packed(config, shape)
-    if packed:
-        rows, time = shape_for(config, shape, shards)
-        rows = -(-rows // shards)
-        tokens = rows * time
-        contents = f"{rows} packed rows × {time} tokens"
-        inputs: list[Any] = [jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 4
-    else:
-        parts = config.micro_batches(shape.positions, shards) * shards
-        shape = shape._replace(prompts=-(-shape.prompts // parts))
-        batch = batch_arrays(shape)
-        assert shape.group is not None
-        rows = shape.prompts * shape.group
-        tokens = rows * shape.time
-        contents = f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens"
-        inputs = [batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask]
-    chunk = min(config.model.logprob_chunk, tokens)
-    vocabulary = model.decoder.config.vocab_size
+    micro_batch = _micro_batch(config, prompt_tokens, row_shards(mesh))
     tensor = mesh.shape["tensor"]
-    on_device = model
-    whole = model.decoder.config
-    split = vocabulary // tensor if vocabulary % tensor == 0 else vocabulary
-    if tensor > 1 and whole.num_kv_heads % tensor == 0:  # a device has a share of heads and MLP units
-        names = ("num_heads", "num_kv_heads", "intermediate_size")
-        shape = dataclasses.replace(whole, **{name: getattr(whole, name) // tensor for name in names})
-        on_device = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
-    chosen = {config.model.remat, "none", *remats}
-    logprobs_of = packed_logprobs if packed else completion_logprobs
-    activations = {remat: _activations(config, on_device, inputs, remat, logprobs_of) for remat in chosen}
+    device_model = _device_model(config, model, tensor)
+    activations = {}
+    for remat in {config.model.remat, "none", *remats}:
+        activations[remat] = _activations(config, device_model, micro_batch, remat)
     layer = activations["none"] // model.decoder.config.num_layers
-    activations = {remat: kept + (layer if remat != "none" else 0) for remat, kept in activations.items()}
-    kept = "kept by jax.vjp" + ("" if config.model.remat == "none" else ", and one layer recomputed")
+    for remat in activations:
+        if remat != "none":  # the backward pass also computes one layer again
+            activations[remat] += layer
+    kept = "kept by jax.vjp"
+    if config.model.remat != "none":
+        kept += ", and one layer recomputed"
     gradients = bytes_on_device(laid_out_by_rules(mesh, model.trained))
-    copies = 4 if config.algorithm.build().teacher_divergence is None else 8  # a teacher has scores too
+    chunk = min(config.model.logprob_chunk, micro_batch.tokens)
+    vocabulary = model.decoder.config.vocab_size
+    if vocabulary % tensor == 0:
+        vocabulary //= tensor
+    copies = 4
+    if config.algorithm.build().teacher_divergence is not None:  # a teacher has scores too
+        copies = 8
     items = [
         Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * gradients),
-        Item("update", "activations", f"{kept}: {contents}", activations[config.model.remat]),
-        Item("update", "chunk of vocabulary scores", f"{copies} × {chunk} × {split} × 4 B", 4 * copies * chunk * split),
+        Item("update", "activations", f"{kept}: {micro_batch.contents}", activations[config.model.remat]),
+        Item(
+            "update",
+            "chunk of vocabulary scores",
+            f"{copies} × {chunk} × {vocabulary} × 4 B",
+            4 * copies * chunk * vocabulary,
+        ),
     ]
     return items, {remat: activations[remat] for remat in remats}
 
 
-def _activations(config: Config, model: Model, inputs: list[Any], remat: str, logprobs_of: Callable) -> int:
+def _micro_batch(config: Config, prompt_tokens: int, shards: int) -> _MicroBatch:
+    """The share of a micro-batch for one of `shards` devices."""
+    shape = programs.minibatch_shape(config, prompt_tokens)
+    if is_packed(config, shape):
+        rows, time = shape_for(config, shape, shards)
+        rows = -(-rows // shards)
+        return _MicroBatch(
+            inputs=[jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 4,
+            tokens=rows * time,
+            contents=f"{rows} packed rows × {time} tokens",
+            logprobs=packed_logprobs,
+        )
+    parts = config.micro_batches(shape.positions, shards) * shards
+    shape = shape._replace(prompts=-(-shape.prompts // parts))
+    batch = batch_arrays(shape)
+    assert shape.group is not None
+    rows = shape.prompts * shape.group
+    return _MicroBatch(
+        inputs=[batch.prompts, batch.prompt_mask, batch.completions, batch.completion_mask],
+        tokens=rows * shape.time,
+        contents=f"{shape.prompts} prompts × {prompt_tokens} + {rows} completions × {shape.time} tokens",
+        logprobs=completion_logprobs,
+    )
+
+
+def _device_model(config: Config, model: Model, tensor: int) -> Model:
+    """The model with one device's share of heads and MLP units, on a mesh whose axis `tensor` has this size."""
+    complete = model.decoder.config
+    if tensor == 1 or complete.num_kv_heads % tensor:
+        return model
+    shape = dataclasses.replace(
+        complete,
+        num_heads=complete.num_heads // tensor,
+        num_kv_heads=complete.num_kv_heads // tensor,
+        intermediate_size=complete.intermediate_size // tensor,
+    )
+    return Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), config.model))
+
+
+def _activations(config: Config, model: Model, micro_batch: _MicroBatch, remat: str) -> int:
     """Bytes that a micro-batch's forward pass saves for the backward pass, without the parameters themselves.
 
     They are the residuals of jax.vjp as shapes. A compiler may save somewhat more or less.
@@ -266,27 +347,30 @@ def _activations(config: Config, model: Model, inputs: list[Any], remat: str, lo
 
     def residuals(trained, frozen, *inputs):
         def logprobs(trained):
-            scores = logprobs_of(decoder, combine(trained, frozen), *inputs, **options)
+            scores = micro_batch.logprobs(decoder, combine(trained, frozen), *inputs, **options)
             return scores.logprobs, scores.entropy
 
         return jax.vjp(logprobs, trained)[1]
 
-    kept = jax.tree.leaves(jax.eval_shape(residuals, model.trained, frozen, *inputs))
+    kept = jax.tree.leaves(jax.eval_shape(residuals, model.trained, frozen, *micro_batch.inputs))
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((model.trained, frozen))}
     return _bytes([leaf for leaf in kept if (leaf.shape, leaf.dtype) not in weights])
 
 
 def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     """Bytes of a checkpoint: trained parameters, optimizer state, the sampler's copy, and batches sampled ahead."""
-    parts = resident_arrays(config, model)
-    shape = sampled_shape(config, prompt_tokens)
+    arrays = resident_arrays(config, model)
+    saved = [arrays["trained parameters"].tree, arrays["optimizer's state"].tree]
+    if programs.keeps_copy(config):
+        saved.append(to_compute_with(model.decoder, model.trained))
     # Token ids and masks of prompts and completions, and log-probs of completions.
-    prompts = shape.prompts * (1 if shape.group is None else shape.prompt_time)
-    batch = prompts * 5 + shape.rows * shape.time * 9
-    saved = [parts[name].tree for name in ("trained parameters", "optimizer's state")]
-    saved += [to_compute_with(model.decoder, model.trained)] if programs.keeps_copy(config) else []
-    # Between two updates of a batch, it has the batch as well.
-    return _bytes(saved) + (config.regime.sync_offset + (config.training.updates > 1)) * batch
+    shape = sampled_shape(config, prompt_tokens)
+    prompt_positions = shape.prompts * (1 if shape.group is None else shape.prompt_time)
+    batch = prompt_positions * 5 + shape.rows * shape.time * 9
+    batches = config.regime.sync_offset
+    if config.training.updates > 1:  # a checkpoint between two updates also holds the batch
+        batches += 1
+    return _bytes(saved) + batches * batch
 
 
 def _bytes(tree: Any) -> int:
@@ -295,17 +379,26 @@ def _bytes(tree: Any) -> int:
 
 def compact(staleness: list[int]) -> str:
     """A schedule in a few words: "0–19" for values that rise by one, and counts for equal consecutive ranges."""
-    rising = itertools.groupby(enumerate(staleness), key=lambda pair: pair[1] - pair[0])
-    runs = [[value for _, value in pairs] for _, pairs in rising]
+    ranges: list[list[int]] = []
+    for value in staleness:
+        if ranges and value == ranges[-1][-1] + 1:
+            ranges[-1].append(value)
+        else:
+            ranges.append([value])
     words = []
-    for run, equal in itertools.groupby(runs):
-        times = len([*equal])
-        words.append((f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}") + (f" ×{times}" if times > 1 else ""))
+    for values, equal_ranges in itertools.groupby(ranges):
+        text = f"{values[0]}"
+        if len(values) > 1:
+            text += f"–{values[-1]}"
+        times = len(list(equal_ranges))
+        if times > 1:
+            text += f" ×{times}"
+        words.append(text)
     return ", ".join(words)
 
 
 def first_steps(regime: RegimeConfig, steps: int, updates: int = 1) -> int:
-    """Number of steps that show the whole pattern of a regime.
+    """Number of steps that show a regime's complete pattern.
 
     Args:
         updates: steps on each batch.
@@ -320,17 +413,21 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
     invalid config. Errors are on standard error.
 
     Args:
-        device: name of devices to plan for, for `recjax.planning.targets.named_devices`; None: one of this machine's.
+        device: name of the devices to plan for, see `recjax.planning.targets.named_devices`; None: one of this
+            machine's.
     """
     try:
         config = load_config(path, overrides)
         devices = named_devices(device) if device else None
         if devices and devices.kind and config.model.dtype == "auto":
             dtype = "bfloat16" if devices.kind.has_bfloat16 else "float32"
-            config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+            model = config.model.model_copy(update={"dtype": dtype})
+            config = config.model_copy(update={"model": model})
         result = dry_run(config, devices)
         show_dry_run(config, result)
-        fits = _show_devices(config, result, devices) if phase_bytes(result.memory) else True
+        fits = True
+        if phase_bytes(result.memory):
+            fits = _show_devices(config, result, devices)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -344,7 +441,7 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
 
 
 def warn_of_memory(setup: Setup) -> None:
-    """Logs a warning if the estimated memory of a run exceeds that of a device of the mesh in context."""
+    """Logs a warning if a run's estimated memory exceeds that of a device in the current mesh."""
     config = setup.config
     decoder = setup.policy.decoder
     available = device_memory()
@@ -358,15 +455,17 @@ def warn_of_memory(setup: Setup) -> None:
         return
     phases = phase_bytes(items)
     phase = max(phases, key=phases.__getitem__)
-    if phases[phase] > available and hosts.is_first():
-        logger.warning(
-            "the %s phase needs about %.2f GiB of each device, which has %.2f GiB; if it runs out of memory, set %s;"
-            " --dry_run shows the parts",
-            phase,
-            phases[phase] / GIB,
-            available / GIB,
-            ", or ".join(change for change, _ in smaller(config, prompt_tokens, mesh, {phase})),
-        )
+    if phases[phase] <= available or not hosts.is_first():
+        return
+    changes = [change for change, _ in smaller(config, prompt_tokens, mesh, {phase})]
+    logger.warning(
+        "the %s phase needs about %.2f GiB of each device, which has %.2f GiB; if it runs out of memory, set %s;"
+        " --dry_run shows the parts",
+        phase,
+        phases[phase] / GIB,
+        available / GIB,
+        ", or ".join(changes),
+    )
 
 
 def smaller(
@@ -378,32 +477,43 @@ def smaller(
     if sizes["data"] > 1:
         change = f"mesh.data=1 mesh.fsdp={sizes['data'] * sizes['fsdp']}"
         changes.append((change, "devices exchange weights more often"))
-    if {*too_large} - {"sample"}:
-        costs = {
-            "attention": "recomputes all but projections and attention",
-            "dots": "recomputes all but projections",
-            "full": "recomputes every layer",
-        }
-        later = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
-        changes += [(f"model.remat={name}", f"the backward pass {costs[name]}") for name in later]
-        prompts = config.rollout.prompts_per_step // config.training.minibatches
-        budget = config.training.tokens_per_micro_batch
-        shards = row_shards(mesh)
-        assert prompt_tokens is not None
-        micro_batches = config.micro_batches(programs.minibatch_shape(config, prompt_tokens).positions, shards)
-        fewer = range(prompts // micro_batches - 1, 0, -1)
-        even = [f"micro_batch_prompts={size}" for size in fewer if prompts % size == 0 and size % shards == 0]
-        for change in [f"tokens_per_micro_batch={budget // 2}"] if budget else even[:1]:
-            changes.append((f"training.{change}", "more micro-batches, and devices exchange weights for each"))
-    if tokens := config.rollout.max_completion_tokens // 2:
+    if set(too_large) != {"sample"}:
+        changes += _smaller_updates(config, prompt_tokens, row_shards(mesh))
+    tokens = config.rollout.max_completion_tokens // 2
+    if tokens:
         changes.append((f"rollout.max_completion_tokens={tokens}", "shorter completions are another experiment"))
     if not (config.model.lora or config.model.adapter or config.model.freeze):
         changes.append(("model.lora.rank=16", "training adapters is another experiment"))
     return changes
 
 
+def _smaller_updates(config: Config, prompt_tokens: int | None, shards: int) -> list[tuple[str, str]]:
+    """Overrides of the config with which the update needs less memory, and their cost, the cheapest first."""
+    costs = {
+        "attention": "recomputes all but projections and attention",
+        "dots": "recomputes all but projections",
+        "full": "recomputes every layer",
+    }
+    remats = list(REMAT)
+    cheaper_remats = remats[remats.index(config.model.remat) + 1 :]
+    changes = [(f"model.remat={name}", f"the backward pass {costs[name]}") for name in cheaper_remats]
+    cost = "more micro-batches, and devices exchange weights for each"
+    budget = config.training.tokens_per_micro_batch
+    if budget:
+        changes.append((f"training.tokens_per_micro_batch={budget // 2}", cost))
+        return changes
+    prompts = config.rollout.prompts_per_step // config.training.minibatches
+    assert prompt_tokens is not None
+    micro_batches = config.micro_batches(programs.minibatch_shape(config, prompt_tokens).positions, shards)
+    for size in range(prompts // micro_batches - 1, 0, -1):
+        if prompts % size == 0 and size % shards == 0:
+            changes.append((f"training.micro_batch_prompts={size}", cost))
+            break
+    return changes
+
+
 def phase_bytes(memory: Sequence[Item]) -> dict[str, int]:
-    """Bytes of each phase, with the arrays that are always held."""
+    """Bytes that each phase needs, with the arrays that devices always hold."""
     totals = Counter()
     for item in memory:
         totals[item.phase] += item.bytes
@@ -420,51 +530,75 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
     needed = max(phase_bytes(result.memory).values())
     can_run = True
     if devices:
-        kind = devices.kind
-        usable = devices.usable / GIB
         can_run = needed <= devices.usable
-        fits = "fits" if can_run else "does not fit"
-        each = f"one {devices.name}" if devices.count == 1 else f"{devices.name}, on each of {devices.count} devices"
-        has = " that JAX takes" + (f" of {kind.gigabytes:g} GB" if kind and kind.gpu else "")
-        print(f"it {fits} {each}: {needed / GIB:.2f} GiB of the {usable:.1f}{has}")
-        if not can_run:
-            _show_smaller(config, result, devices, needed)
-        if not can_run and kind and kind.gpu and needed <= 0.95 * kind.gigabytes * 1e9:
-            print(f"JAX takes more of a GPU with the environment variable {MEMORY_FRACTION}=0.95")
+        _show_fit(config, result, devices, needed)
     else:
-        fits = [name for name, device in ACCELERATORS.items() if needed <= device.usable_bytes]
-        smaller = ", ".join(name for name in ACCELERATORS if name not in fits)
-        print(f"one device is enough: {', '.join(fits) or 'none'}" + (f"; too small: {smaller}" if smaller else ""))
+        large_enough = [name for name, device in ACCELERATORS.items() if needed <= device.usable_bytes]
+        too_small = [name for name in ACCELERATORS if name not in large_enough]
+        line = f"one device is enough: {', '.join(large_enough) or 'none'}"
+        if too_small:
+            line += f"; too small: {', '.join(too_small)}"
+        print(line)
         if config.model.dtype == "auto" and jax.default_backend() == "cpu":
             print("planned in float32, the default on this CPU; --device NAME plans for another device")
     print("this plan is computed from shapes; python -m recjax.compile_check compiles the programs for a device")
     return can_run
 
 
+def _show_fit(config: Config, result: DryRun, devices: Devices, needed: int) -> None:
+    """Prints whether the devices have enough memory, and ways to need less of it."""
+    kind = devices.kind
+    can_run = needed <= devices.usable
+    line = "it fits" if can_run else "it does not fit"
+    if devices.count == 1:
+        line += f" one {devices.name}:"
+    else:
+        line += f" {devices.name}, on each of {devices.count} devices:"
+    line += f" {needed / GIB:.2f} GiB of the {devices.usable / GIB:.1f} that JAX takes"
+    if kind and kind.gpu:
+        line += f" of {kind.gigabytes:g} GB"
+    print(line)
+    if can_run:
+        return
+    _show_smaller(config, result, devices, needed)
+    if kind and kind.gpu and needed <= 0.95 * kind.gigabytes * 1e9:
+        print(f"JAX takes more of a GPU with the environment variable {MEMORY_FRACTION}=0.95")
+
+
 def _show_smaller(config: Config, result: DryRun, devices: Devices, needed: int) -> None:
     """Prints overrides of the config that save at least 1 % of the memory, with the memory that the run then needs."""
-
-    def memory_with(change: str) -> int:
-        changed = config.replace(**dict(value.split("=") for value in change.split()))
-        assert result.model is not None
-        decoder = result.model.decoder
-        shape = decoder.config
-        if changed.model.lora and not config.model.lora:
-            shape = adapted(shape, changed.model.lora)
-        model = Model(decoder.clone(config=shape), *split_params(abstract_params(shape), changed.model))
-        mesh = make_mesh(changed.mesh, devices.count)
-        memory, _ = memory_items(changed, model, result.prompt_tokens, mesh, devices.usable, (), devices.platform)
-        return max(phase_bytes(memory).values())
-
     assert result.mesh is not None
+    assert result.model is not None
     for change, cost in smaller(config, result.prompt_tokens, result.mesh):
-        with contextlib.suppress(UserError):  # a change that other keys of this config exclude
-            size = memory_with(change)
+        try:
+            size = _changed_bytes(config, change, result.model, result.prompt_tokens, devices)
+        except UserError:  # other keys of this config exclude the change
+            continue
+        if size < 0.99 * needed:
             verdict = ", which fits" if size <= devices.usable else ""
-            if size < 0.99 * needed:
-                print(f"needs less memory: {change}: {size / GIB:.2f} GiB{verdict} ({cost})")
-    if larger := larger_slices(devices.name if ":" in devices.name else f"{devices.name}:1"):
+            print(f"needs less memory: {change}: {size / GIB:.2f} GiB{verdict} ({cost})")
+    larger = larger_slices(devices.name if ":" in devices.name else f"{devices.name}:1")
+    if larger:
         print(f"the next larger topology is {larger[0]}; mesh.fsdp=-1 splits weights and optimizer state over it")
+
+
+def _changed_bytes(config: Config, change: str, model: Model, prompt_tokens: int | None, devices: Devices) -> int:
+    """Bytes on each device that the run needs with overrides such as "model.remat=full".
+
+    Raises:
+        UserError: other keys of the config exclude the overrides.
+    """
+    overrides = dict(override.split("=") for override in change.split())
+    changed = config.replace(**overrides)
+    shape = model.decoder.config
+    if changed.model.lora and not config.model.lora:
+        shape = adapted(shape, changed.model.lora)
+    changed_model = Model(model.decoder.clone(config=shape), *split_params(abstract_params(shape), changed.model))
+    mesh = make_mesh(changed.mesh, devices.count)
+    memory, _ = memory_items(
+        changed, changed_model, prompt_tokens, mesh, usable=devices.usable, platform=devices.platform
+    )
+    return max(phase_bytes(memory).values())
 
 
 def show_memory(console: Console, memory: Sequence[Item], mesh: AnyMesh) -> None:
@@ -489,21 +623,12 @@ def show_dry_run(config: Config, result: DryRun) -> None:
     """Prints a dry run."""
     console = plain_console(soft_wrap=True, highlight=False)
     print_line = console.print
-    rollout = config.rollout
-    steps = config.training.steps
     print_line(f"algorithm {config.algorithm.preset}")
     for axis, options in config.algorithm.resolved().items():
         settings = ", ".join(f"{key} {value}" for key, value in options.items() if key != "name")
         print_line(f"  {axis}: {options.get('name', '')} {settings}".rstrip())
     if result.model:
-        trained = count(result.model.trained)
-        frozen = count(result.model.frozen)
-        print_line(f"parameters {trained + frozen:,}, of which trained {trained:,}")
-        if experts := (shape := result.model.decoder.config).experts:
-            each = f"{experts.per_token} of {experts.count} experts in each layer"
-            print_line(f"parameters active for each token {trained + frozen - shape.idle_weights:,}: {each}")
-        why = f" (model.dtype auto on {jax.default_backend()})" if config.model.dtype == "auto" else ""
-        print_line(f"compute in {result.model.decoder.dtype}{why}; weights are stored in float32")
+        _show_model(console, config, result.model)
     if result.memory:
         assert result.mesh is not None and result.checkpoint_bytes is not None
         show_memory(console, result.memory, result.mesh)
@@ -513,12 +638,18 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         size = result.checkpoint_bytes / GIB
         kept = config.training.keep_checkpoints
         print_line(f"a checkpoint: {size:.2f} GiB on disk; {kept} are kept, plus one during writing")
-    rows = rollout.prompts_per_step * rollout.group_size
-    prompts = f"{rollout.prompts_per_step * result.prompt_tokens:,}" if result.prompt_tokens else "an unknown number"
-    completions = f"{rows * rollout.max_completion_tokens:,} of {rows} completions"
+    rollout = config.rollout
     updates = config.training.updates
-    of = "step" if updates == 1 else f"batch of {updates} steps"
-    print_line(f"tokens a {of}, at most: {prompts} of prompts, {completions}")
+    prompt_tokens = "an unknown number"
+    if result.prompt_tokens:
+        prompt_tokens = f"{rollout.prompts_per_step * result.prompt_tokens:,}"
+    rows = rollout.prompts_per_step * rollout.group_size
+    batch = "step" if updates == 1 else f"batch of {updates} steps"
+    print_line(
+        f"tokens a {batch}, at most: {prompt_tokens} of prompts,"
+        f" {rows * rollout.max_completion_tokens:,} of {rows} completions"
+    )
+    steps = config.training.steps
     if result.staleness:
         shown = result.staleness[: first_steps(config.regime, steps, updates)]
         mean = np.mean(result.staleness)
@@ -528,10 +659,28 @@ def show_dry_run(config: Config, result: DryRun) -> None:
     if result.task:
         problems = len(result.task.train)
         seats = len(config.task.trained_seats)
-        taken = rollout.prompts_per_step / seats / updates
+        problems_per_step = rollout.prompts_per_step / seats / updates
         print_line(
             f"{problems:,} problems to train on, {len(result.task.evaluation):,} held out;"
-            f" {problems / taken:.1f} steps an epoch, {steps * taken / problems:.2f} epochs in {steps} steps"
+            f" {problems / problems_per_step:.1f} steps an epoch,"
+            f" {steps * problems_per_step / problems:.2f} epochs in {steps} steps"
         )
     for note in result.notes:
         print_line(f"not known: {note}")
+
+
+def _show_model(console: Console, config: Config, model: Model) -> None:
+    """Prints the number of parameters, and the dtypes."""
+    shape = model.decoder.config
+    trained = count(model.trained)
+    parameters = trained + count(model.frozen)
+    console.print(f"parameters {parameters:,}, of which trained {trained:,}")
+    if shape.experts:
+        console.print(
+            f"parameters active for each token {parameters - shape.idle_weights:,}:"
+            f" {shape.experts.per_token} of {shape.experts.count} experts in each layer"
+        )
+    reason = ""
+    if config.model.dtype == "auto":
+        reason = f" (model.dtype auto on {jax.default_backend()})"
+    console.print(f"compute in {model.decoder.dtype}{reason}; weights are stored in float32")

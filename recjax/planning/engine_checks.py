@@ -1,4 +1,4 @@
-"""Checks of another server as the engine of a run: tokens, log-probs, sampling, ends, weights and speed."""
+"""Checks of a server as a run's engine: tokens, log-probs, sampling, end tokens, weights and speed."""
 
 import statistics
 import time
@@ -35,14 +35,14 @@ NOTE = "note"  # training stays exact
 FAIL = "FAIL"
 PROMPTS = 4
 GROUP = 4  # completions of each prompt
-MOST_TOKENS = 32  # of a completion
-TOGETHER = 16  # completions of a request
+MOST_TOKENS = 32  # a completion has at most so many tokens
+TOGETHER = 16  # a request asks for so many completions
 LOWEST_P = 1e-4  # a correct server fails the sampling test once in 10,000 times
 LEAST_EXPECTED = 5  # tokens with fewer expected draws are counted together
-CONTEXT = 6  # tokens of the repeated text; a server runs three times as many for each completion
-FOLLOWING = 3  # tokens of a completion of the repeated text, which cost less than completions of one token
-LOADS = (1, 8, 64)  # concurrent requests
-# Largest and mean difference of log-probs in nats, by compute dtype; bfloat16 rounds logits near 16 by up to 0.06.
+CONTEXT = 6  # the repeated text has so many tokens; a server runs three times as many for each completion
+FOLLOWING = 3  # a completion of the repeated text has so many tokens, which cost less than completions of one token
+LOADS = (1, 8, 64)  # the throughput check has so many concurrent requests
+# Compute dtype → largest and mean difference of log-probs in nats; bfloat16 rounds logits near 16 by up to 0.06.
 LIMITS = {"float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.05), "float16": (0.2, 0.02)}
 _LATER = "rollout.engine pushes the run's weights before the first batch"
 
@@ -50,13 +50,13 @@ _LATER = "rollout.engine pushes the run's weights before the first batch"
 class Line(NamedTuple):
     """The result of a check.
 
-    what: the property that training needs.
+    name: the property that training needs.
     measured, limit: numbers in words.
     verdict: PASS, NOTE or FAIL.
-    remedy: what to do, for FAIL.
+    remedy: the user's next step, for FAIL.
     """
 
-    what: str
+    name: str
     measured: str
     limit: str
     verdict: str
@@ -64,20 +64,31 @@ class Line(NamedTuple):
 
 
 def check_config(config: Config) -> Config:
-    """The config of a check: a small batch from the server, whether or not it takes weights."""
+    """The config for a check: a small batch from the server, whether or not it takes weights."""
     engine = config.rollout.engine
-    sizes: dict[str, Any] = {"prompts_per_step": PROMPTS, "group_size": GROUP}
-    # Another folder than the run's, which may be in use.
     assert engine is not None
+    # The run's own folder may be in use.
     folder = Path(engine.folder or Path(config.output) / "pushed") / "check"
     # Few retries, as a check that fails says why.
-    limits = {"folder": str(folder), "concurrency": max(LOADS), "retries": min(engine.retries, 2)}
-    sizes["engine"] = engine.model_copy(update=limits)
-    sizes["max_completion_tokens"] = min(config.rollout.max_completion_tokens, MOST_TOKENS)
-    changes = {"rollout": config.rollout.model_copy(update=sizes), "regime": RegimeConfig(offline=True)}
-    # The whole model is pushed, also where a run would push adapters.
-    model = config.model.model_copy(update={"lora": None})
-    return config.model_copy(update=changes | {"experience": None, "model": model})
+    retries = min(engine.retries, 2)
+    engine = engine.model_copy(update={"folder": str(folder), "concurrency": max(LOADS), "retries": retries})
+    rollout = config.rollout.model_copy(
+        update={
+            "prompts_per_step": PROMPTS,
+            "group_size": GROUP,
+            "engine": engine,
+            "max_completion_tokens": min(config.rollout.max_completion_tokens, MOST_TOKENS),
+        }
+    )
+    return config.model_copy(
+        update={
+            "rollout": rollout,
+            "regime": RegimeConfig(offline=True),
+            "experience": None,
+            # A check pushes the complete model, also where a run would push adapters.
+            "model": config.model.model_copy(update={"lora": None}),
+        }
+    )
 
 
 class EngineCheck:
@@ -86,7 +97,7 @@ class EngineCheck:
     Args:
         config: see `check_config`.
         opened: the policy and the weights that the server should have.
-        needs_weights: True for a run that pushes whole weights.
+        needs_weights: True for a run that pushes complete weights.
         pushes: True to push weights; the server then keeps those of `opened`.
         draws: number of tokens, about, for the test of the sampling distribution.
     """
@@ -136,24 +147,32 @@ class EngineCheck:
 
     def _server(self, name: str) -> Line:
         api = self.engine.api
-        releases = (release_at(self.engine, *route) for route in self.engine.dialect.releases)
-        release = next((release for release in releases if release), "")
-        routes = {"sglang": "/generate", "llamacpp": "/completion"}
-        route = routes.get(api) or (dialects.GENERATE if self.engine.takes_tokens else "/v1/completions")
-        measured = f"{api or 'unknown software'} {release}, model {self.engine.server.model}, tokens by {route}"
-        is_known = api in dialects.DIALECTS
-        remedy = "" if is_known else "recjax knows recjax.serve, vLLM, SGLang and llama.cpp; read the lines below"
-        return Line(name, measured, "known software", PASS if is_known else NOTE, remedy)
+        release = ""
+        for path, key in self.engine.dialect.releases:
+            release = _release_at(self.engine, path, key)
+            if release:
+                break
+        if api == "sglang":
+            route = "/generate"
+        elif api == "llamacpp":
+            route = "/completion"
+        else:
+            route = dialects.GENERATE if self.engine.takes_tokens else "/v1/completions"
+        software = api or "unknown software"
+        measured = f"{software} {release or ''}, model {self.engine.server.model}, tokens by {route}"
+        if api in dialects.DIALECTS:
+            return Line(name, measured, "known software", PASS)
+        remedy = "recjax knows recjax.serve, vLLM, SGLang and llama.cpp; read the lines below"
+        return Line(name, measured, "known software", NOTE, remedy)
 
     def _weights(self, name: str) -> Line:
         """Gives the server the weights, as a run does before its first batch."""
         limit = "takes whole weights"
         if not self.engine.takes_folders:
             self._pushes = False
+            verdict = FAIL if self._needs_weights else NOTE
             remedy = f"{self.engine.dialect.push_remedy}; or set regime.offline=true"
-            return Line(
-                name, "takes none; adapters are not checked", limit, FAIL if self._needs_weights else NOTE, remedy
-            )
+            return Line(name, "takes none; adapters are not checked", limit, verdict, remedy)
         if not self._pushes:
             return Line(name, "not pushed (--nopush)", limit, NOTE, _LATER)
         self._version = 1
@@ -165,42 +184,49 @@ class EngineCheck:
         return self._sampler.counts["engine/push_seconds"]
 
     def _sample(self, params: dict, is_new: bool = True) -> list[Group]:
-        """The groups of a batch, from these weights if the server takes weights."""
-        self._version += is_new
+        """A batch's groups, from these weights if the server takes weights."""
+        if is_new:
+            self._version += 1
         self._sampler.takes_weights = self._pushes
         return self._sampler.sample(self._prompts, params, self._version, self._version)
 
     def _logprobs(self, name: str) -> Line:
         groups = self._sample(self._opened.params, is_new=False)
         sizes, positions = self._differences(groups, self._opened.params)
-        ranges = ((0, 1), (1, 4), (4, 16), (16, MOST_TOKENS))
-        shown = [
-            f"{first + 1}–{last}: {sizes[inside].max():.1g}"
-            for first, last in ranges
-            if (inside := (positions >= first) & (positions < last)).any()
-        ]
+        by_position = []
+        for first, end in ((0, 1), (1, 4), (4, 16), (16, MOST_TOKENS)):
+            is_inside = (positions >= first) & (positions < end)
+            if is_inside.any():
+                by_position.append(f"{first + 1}–{end}: {sizes[is_inside].max():.1g}")
         measured = (
-            f"largest {sizes.max():.2g}, mean {sizes.mean():.2g} of {len(sizes)} tokens; by position {', '.join(shown)}"
+            f"largest {sizes.max():.2g}, mean {sizes.mean():.2g} of {len(sizes)} tokens;"
+            f" by position {', '.join(by_position)}"
         )
-        remedy = ""
+        remedy = "start it in the run's dtype, without quantization; see rollout.engine.processed_logprobs"
         if not self._pushes:
             later = f" ({_LATER})" if self.engine.takes_folders else ""
-            remedy = f"the server has other weights than the config's model{later}, or "
-        remedy += "start it in the run's dtype, without quantization; see rollout.engine.processed_logprobs"
+            remedy = f"the server has other weights than the config's model{later}, or {remedy}"
         return self._judged(name, measured, self._fits(sizes), remedy)
 
     def _differences(self, groups: Sequence[Group], params: dict) -> tuple[np.ndarray, np.ndarray]:
         """Absolute differences of the server's log-probs from recjax's in nats, and the tokens' positions."""
         rows = [completion.rows[0] for group in groups for completion in group.completions]
         # Always the same shape, so that XLA compiles a single program.
-        longest = max(len(row.prompt_tokens) for row in rows), self._config.rollout.max_completion_tokens
-        batch = pad(groups, Shape(len(groups), len(groups[0].completions), *longest))
+        shape = Shape(
+            len(groups),
+            len(groups[0].completions),
+            max(len(row.prompt_tokens) for row in rows),
+            self._config.rollout.max_completion_tokens,
+        )
+        batch = pad(groups, shape)
         decoder = unrolled_for_training(self._opened.policy.decoder)
         sampling = self._config.rollout.sampling()
-        scored = score(decoder, params, batch, sampling, self._config.model.logprob_chunk, Layout())
+        chunk = self._config.model.logprob_chunk
+        scored = score(decoder, params, batch, sampling, chunk, layout=Layout())
         assert batch.behavior_logprobs is not None
-        sizes = np.abs(np.float64(scored) - batch.behavior_logprobs)[batch.completion_mask]
-        return sizes, np.broadcast_to(np.arange(scored.shape[1]), scored.shape)[batch.completion_mask]
+        sizes = np.abs(np.float64(scored) - batch.behavior_logprobs)
+        positions = np.broadcast_to(np.arange(scored.shape[1]), scored.shape)
+        return sizes[batch.completion_mask], positions[batch.completion_mask]
 
     def _fits(self, sizes: np.ndarray) -> bool:
         largest, mean = LIMITS[self._dtype]
@@ -208,176 +234,233 @@ class EngineCheck:
 
     def _judged(self, name: str, measured: str, passes: bool, remedy: str) -> Line:
         largest, mean = LIMITS[self._dtype]
-        limit = f"largest {largest:g}, mean {mean:g} ({self._dtype})"
-        return Line(name, measured, limit, PASS if passes else FAIL, "" if passes else remedy)
+        return _verdict(name, measured, f"largest {largest:g}, mean {mean:g} ({self._dtype})", passes, remedy)
 
     def _draw(self, count: int, seed: int, limit: int | None = None, prefix: np.ndarray | None = None) -> Draw:
-        stops = np.atleast_1d(self._opened.policy.stop_ids).tolist()
-        prefix = self._prefixes[0] if prefix is None else prefix
+        """A draw with the config's settings; by default of the longest completions, after the first prompt."""
         rollout = self._config.rollout
-        return Draw(prefix.tolist(), count, seed, limit or rollout.max_completion_tokens, stops, rollout.sampling())
+        if prefix is None:
+            prefix = self._prefixes[0]
+        return Draw(
+            prefix.tolist(),
+            count,
+            seed,
+            limit or rollout.max_completion_tokens,
+            np.atleast_1d(self._opened.policy.stop_ids).tolist(),
+            sampling=rollout.sampling(),
+        )
 
     @property
     def _prefixes(self) -> list[np.ndarray]:
         return [tokens[real] for tokens, real in zip(self._prompts.tokens, self._prompts.mask, strict=True)]
 
     def _choices(self, name: str) -> Line:
-        """A request for several completions."""
-        sampled, wrong = self.engine.try_draw(self._draw(8, 11), self._version)
-        texts = {tuple(each.tokens.tolist()) for each in sampled}
+        """Checks a request for several completions."""
         limit = "8 choices that differ"
-        if wrong:
-            handled = "of 8 choices" in wrong[0] or "indices" in wrong[0]
-            remedy = "recjax requests completions one by one" if handled else wrong[0]
-            return Line(name, Counter(wrong).most_common(1)[0][0], limit, NOTE if handled else FAIL, remedy)
+        sampled, refusals = self.engine.try_draw(self._draw(8, 11), self._version)
+        if refusals:
+            first = refusals[0]
+            most_common = Counter(refusals).most_common(1)[0][0]
+            if "of 8 choices" in first or "indices" in first:
+                return Line(name, most_common, limit, NOTE, "recjax requests completions one by one")
+            return Line(name, most_common, limit, FAIL, first)
+        texts = {tuple(completion.tokens.tolist()) for completion in sampled}
+        measured = f"{len(sampled)} choices, {len(texts)} of them distinct"
         # Equal completions are right where the policy is nearly sure of them.
-        surprise = -float(statistics.fmean(each.logprobs.sum() for each in sampled))
-        is_wrong = len(texts) == 1 and surprise > 1
-        remedy = "the server gives all choices of a request the same seed; correct it" if is_wrong else ""
-        return Line(
-            name, f"{len(sampled)} choices, {len(texts)} of them distinct", limit, FAIL if is_wrong else PASS, remedy
-        )
+        passes = len(texts) > 1 or _surprise(sampled) <= 1
+        remedy = "the server gives all choices of a request the same seed; correct it"
+        return _verdict(name, measured, limit, passes, remedy)
 
     def _seeds(self, name: str) -> Line:
-        draws = [self.engine.draw(self._draw(4, seed), self._version) for seed in (21, 21, 121)]
-        tokens = [[each.tokens.tolist() for each in draw] for draw in draws]
-        surprise = -float(statistics.fmean(each.logprobs.sum() for each in draws[0]))
-        is_wrong = tokens[0] == tokens[2] and surprise > 1
-        words = "repeat" if tokens[0] == tokens[1] else "do not repeat (timing decides, or the server reads no seeds)"
-        measured = f"equal seeds {words}; other seeds give {'the same' if is_wrong else 'other'} completions"
-        verdict = FAIL if is_wrong else PASS if tokens[0] == tokens[1] else NOTE
-        remedy = "remove the server's own --seed, or a cache of whole replies" if is_wrong else ""
-        return Line(name, measured, "other seeds differ", verdict, remedy)
+        """Checks that completions depend on the seed, and notes whether equal seeds repeat them."""
+        limit = "other seeds differ"
+        first = self.engine.draw(self._draw(4, 21), self._version)
+        repeated = self.engine.draw(self._draw(4, 21), self._version)
+        other = self.engine.draw(self._draw(4, 121), self._version)
+        repeats = _token_lists(first) == _token_lists(repeated)
+        measured = "equal seeds do not repeat (timing decides, or the server reads no seeds)"
+        if repeats:
+            measured = "equal seeds repeat"
+        if _token_lists(first) == _token_lists(other) and _surprise(first) > 1:
+            remedy = "remove the server's own --seed, or a cache of whole replies"
+            return Line(name, f"{measured}; other seeds give the same completions", limit, FAIL, remedy)
+        return Line(name, f"{measured}; other seeds give other completions", limit, PASS if repeats else NOTE)
 
     def _distribution(self, name: str) -> Line:
         """A χ² test: the frequencies of tokens against the log-probs that the server reports for them."""
-        prefix = self._prefixes[0]
-        cells: list[tuple[float, float]] = []
-        freedom = 0
-        wrong = Counter()
+        limit = f"p ≥ {LOWEST_P:g}"
+        prompt = self._prefixes[0]
         # Many tokens follow a single one, which shows cuts. After repeated text the likely tokens are in the context,
         # which shows penalties.
-        tests = (1, self._draws // 2, prefix[:1]), (FOLLOWING, self._draws // 4, np.tile(prefix[-CONTEXT:], 3)[:-1])
-        for length, count, context in tests:
-            sampled, refused = self._tried(self._draw(count, 10_000 * length, length, context))
-            wrong.update(refused)
-            for following in tokens_by_context(sampled).values():
-                added = cells_of(following)
-                if len(added) > 1:
-                    cells += added
-                    freedom += len(added) - 1
-        limit = f"p ≥ {LOWEST_P:g}"
-        requested = sum(count for _, count, _ in tests)
-        if wrong.total() > requested / 50 or not freedom:
-            reason = wrong.most_common(1)[0][0] if wrong else "one certain token"
-            measured = f"{wrong.total()} of {requested} completions refused: {reason}"
+        repeated_text = np.tile(prompt[-CONTEXT:], 3)[:-1]
+        draws = [
+            self._draw(self._draws // 2, 10_000, 1, prompt[:1]),
+            self._draw(self._draws // 4, 10_000 * FOLLOWING, FOLLOWING, repeated_text),
+        ]
+        cells: list[tuple[float, float]] = []
+        freedom = 0
+        refusals = Counter()
+        for draw in draws:
+            sampled, refused = self._tried(draw)
+            refusals.update(refused)
+            for following in _tokens_by_context(sampled).values():
+                context_cells = _cells(following)
+                if len(context_cells) > 1:
+                    cells += context_cells
+                    freedom += len(context_cells) - 1
+        requested = sum(draw.count for draw in draws)
+        if refusals.total() > requested / 50 or not freedom:
+            reason = refusals.most_common(1)[0][0] if refusals else "one certain token"
+            measured = f"{refusals.total()} of {requested} completions refused: {reason}"
             return Line(name, measured, limit, FAIL, "see the reason")
         observed, expected = np.array(cells).T
         statistic = float(((observed - expected) ** 2 / expected).sum())
         p = float(chi2.sf(statistic, freedom))
-        remedy = "the server samples otherwise than it reports; start vLLM with --generation-config vllm, and state the"
-        remedy += " kind of log-probs (rollout.engine.processed_logprobs)"
         measured = f"p = {p:.2g} (χ² {statistic:.0f} of {len(cells)} cells, {observed.sum():.0f} tokens)"
-        return Line(name, measured, limit, PASS if p >= LOWEST_P else FAIL, "" if p >= LOWEST_P else remedy)
+        remedy = (
+            "the server samples otherwise than it reports; start vLLM with --generation-config vllm, and state the"
+            " kind of log-probs (rollout.engine.processed_logprobs)"
+        )
+        return _verdict(name, measured, limit, p >= LOWEST_P, remedy)
 
     def _requests(self, draw: Draw) -> list[Draw]:
         """The draw as requests that the server answers with all choices."""
         together = self.engine.most_choices or TOGETHER
-        return [
-            draw._replace(count=min(together, draw.count - start), seed=draw.seed + start)
-            for start in range(0, draw.count, together)
-        ]
+        requests = []
+        for start in range(0, draw.count, together):
+            count = min(together, draw.count - start)
+            requests.append(draw._replace(count=count, seed=draw.seed + start))
+        return requests
 
     def _tried(self, draw: Draw) -> tuple[list[Sampled], list[str]]:
-        """Completions of a draw, and the reason of each refused completion."""
+        """A draw's completions, and the reason of each refused completion."""
+        requests = self._requests(draw)
+        sampled = []
+        reasons = []
         with ThreadPoolExecutor(8) as threads:
-            calls = [
-                (request.count, threads.submit(self.engine.try_draw, request, self._version))
-                for request in self._requests(draw)
-            ]
-            results = [(count, *call.result()) for count, call in calls]
-        wrong = []
-        for count, sampled, whys in results:
-            # A request that is refused as a whole has one reason for all its completions.
-            wrong += whys + whys[:1] * (count - len(sampled) - len(whys))
-        return [each for _, sampled, _ in results for each in sampled], wrong
+            results = threads.map(lambda request: self.engine.try_draw(request, self._version), requests)
+            for request, (completions, refusals) in zip(requests, results, strict=True):
+                sampled += completions
+                reasons += refusals
+                # If the server refuses a complete request, it gives one reason for all its completions.
+                reasons += refusals[:1] * (request.count - len(completions) - len(refusals))
+        return sampled, reasons
 
     def _ends(self, name: str) -> Line:
-        """A further end token, the most frequent first token, must end completions."""
+        """Checks that a further end token, the most frequent first token, ends completions."""
         limit = "completions end only there, or at the limit"
         draw = self._draw(8, 31)
-        sampled, wrong = self._tried(draw)
-        if wrong:
-            return Line(name, wrong[0], limit, FAIL, "make the server's end tokens those of the config's model")
-        measured = f"{sum(not each.truncated for each in sampled)} of {len(sampled)} ended"
+        sampled, refusals = self._tried(draw)
+        if refusals:
+            return Line(name, refusals[0], limit, FAIL, "make the server's end tokens those of the config's model")
+        ended = [completion for completion in sampled if not completion.truncated]
+        measured = f"{len(ended)} of {len(sampled)} ended"
         if self.engine.api in ("recjax", "llamacpp"):
             return Line(name, f"{measured}; the server has fixed end tokens", limit, PASS)
-        token = Counter(each.tokens[0].item() for each in sampled).most_common(1)[0][0]
-        requests = self._requests(draw._replace(stop_ids=[*draw.stop_ids, token]))
-        choices = [choice for request in requests for choice in self.engine.choices(request)]
-        tokens = [choice.get("token_ids") or [] for choice in choices]
-        after = sum(token in ids[:-1] for ids in tokens)
-        measured += f"; {sum(token in ids for ids in tokens)} with another end token, {after} went on after it"
-        remedy = "the server ignores stop_token_ids; use a newer version" if after else ""
-        return Line(name, measured, limit, FAIL if after else PASS, remedy)
+        first_tokens = Counter(completion.tokens[0].item() for completion in sampled)
+        end = first_tokens.most_common(1)[0][0]
+        with_end = 0
+        continued = 0
+        for request in self._requests(draw._replace(stop_ids=[*draw.stop_ids, end])):
+            for choice in self.engine.choices(request):
+                tokens = choice.get("token_ids") or []
+                with_end += end in tokens
+                continued += end in tokens[:-1]
+        measured += f"; {with_end} with another end token, {continued} went on after it"
+        remedy = "the server ignores stop_token_ids; use a newer version"
+        return _verdict(name, measured, limit, not continued, remedy)
 
     def _push(self, name: str) -> Line:
         """Pushes other weights and the first ones again; log-probs must follow, and replies must name them."""
         if not self._pushes:
             return Line(name, "not checked", "log-probs change and return", NOTE)
-        opened = self._opened
-        changed = jax.tree.map(lambda leaf: (leaf * 1.02).astype(leaf.dtype), opened.params)
+        params = self._opened.params
+        changed = jax.tree.map(lambda leaf: (leaf * 1.02).astype(leaf.dtype), params)
         groups = self._sample(changed)
-        here, _ = self._differences(groups, changed)
-        before, _ = self._differences(groups, opened.params)
+        from_changed, _ = self._differences(groups, changed)
+        from_former, _ = self._differences(groups, params)
         seconds = self._seconds
-        labels = {completion.policy_version for group in groups for completion in group.completions}
-        back, _ = self._differences(self._sample(opened.params), opened.params)
-        measured = f"after the push {here.max():.2g} from its weights and {before.max():.2g} from the former; "
-        measured += f"back {back.max():.2g}; replies of version {labels} (pushed {self._version - 1}); {seconds:.1f} s"
-        passes = self._fits(here) and self._fits(back) and bool(before.mean() > here.mean())
-        remedy = "the server answers with other weights than it acknowledged; use another build or version; "
-        remedy += self.engine.dialect.push_remedy
-        return self._judged(name, measured, passes and labels == {self._version - 1}, remedy)
+        changed_version = self._version
+        versions = {completion.policy_version for group in groups for completion in group.completions}
+        from_restored, _ = self._differences(self._sample(params), params)
+        measured = (
+            f"after the push {from_changed.max():.2g} from its weights and {from_former.max():.2g} from the former;"
+            f" back {from_restored.max():.2g}; replies of version {versions} (pushed {changed_version});"
+            f" {seconds:.1f} s"
+        )
+        passes = (
+            self._fits(from_changed)
+            and self._fits(from_restored)
+            and bool(from_former.mean() > from_changed.mean())
+            and versions == {changed_version}
+        )
+        remedy = (
+            "the server answers with other weights than it acknowledged; use another build or version;"
+            f" {self.engine.dialect.push_remedy}"
+        )
+        return self._judged(name, measured, passes, remedy)
 
     def _throughput(self, name: str) -> Line:
         rates = []
+        prefixes = self._prefixes
         for load in LOADS:
-            began = time.monotonic()
+            draws = []
+            for number in range(load):
+                draws.append(self._draw(1, 50_000 + number, prefix=prefixes[number % len(prefixes)]))
+            start = time.monotonic()
             with ThreadPoolExecutor(load) as threads:
-                prefixes = [self._prefixes[number % len(self._prefixes)] for number in range(load)]
-                draws = [self._draw(1, 50_000 + number, None, prefix) for number, prefix in enumerate(prefixes)]
-                sampled = list(threads.map(lambda draw: self.engine.draw(draw, self._version), draws))
-            tokens = sum(len(each.tokens) for draw in sampled for each in draw)
-            rates.append(f"{tokens / (time.monotonic() - began):.0f}")
-        return Line(name, f"{' / '.join(rates)} tokens/s at {' / '.join(map(str, LOADS))} requests", "", NOTE)
+                drawn = list(threads.map(lambda draw: self.engine.draw(draw, self._version), draws))
+            seconds = time.monotonic() - start
+            tokens = sum(len(completion.tokens) for completions in drawn for completion in completions)
+            rates.append(f"{tokens / seconds:.0f}")
+        loads = " / ".join(str(load) for load in LOADS)
+        return Line(name, f"{' / '.join(rates)} tokens/s at {loads} requests", "", NOTE)
 
 
-def release_at(engine: RemoteEngine, path: str, key: str) -> Any:
+def _verdict(name: str, measured: str, limit: str, passes: bool, remedy: str) -> Line:
+    """A line that passes, or fails with its remedy."""
+    if passes:
+        return Line(name, measured, limit, PASS)
+    return Line(name, measured, limit, FAIL, remedy)
+
+
+def _token_lists(sampled: Sequence[Sampled]) -> list[list[int]]:
+    return [completion.tokens.tolist() for completion in sampled]
+
+
+def _surprise(sampled: Sequence[Sampled]) -> float:
+    """The mean negative log-prob of completions, in nats."""
+    return -float(statistics.fmean(completion.logprobs.sum() for completion in sampled))
+
+
+def _release_at(engine: RemoteEngine, path: str, key: str) -> Any:
     """The release that a route reports; None if it reports none."""
     reply = engine.server.sent("GET", path)
-    return reply.json().get(key) if reply.is_success else None
+    if not reply.is_success:
+        return None
+    return reply.json().get(key)
 
 
-def tokens_by_context(sampled: Sequence[Sampled]) -> dict[tuple, list[tuple[int, float]]]:
-    """Tokens with their log-probs, by the tokens of the completion before them."""
+def _tokens_by_context(sampled: Sequence[Sampled]) -> dict[tuple, list[tuple[int, float]]]:
+    """Tokens with their log-probs, by the completion's tokens before them."""
     following = defaultdict(list)
-    for each in sampled:
-        tokens = tuple(each.tokens.tolist())
+    for completion in sampled:
+        tokens = tuple(completion.tokens.tolist())
         for position, token in enumerate(tokens):
-            following[tokens[:position]].append((token, float(each.logprobs[position])))
+            following[tokens[:position]].append((token, float(completion.logprobs[position])))
     return following
 
 
-def cells_of(tokens: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+def _cells(tokens: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
     """Observed and expected counts of tokens after a context; the last cell has all rare and all other tokens."""
     counts = Counter(token for token, _ in tokens)
     expected = {token: len(tokens) * float(np.exp(logprob)) for token, logprob in tokens}
-    cells: list[tuple[float, float]] = [
-        (counts[token], number) for token, number in expected.items() if number >= LEAST_EXPECTED
-    ]
-    remaining = len(tokens) - sum(number for _, number in cells)
-    others = len(tokens) - sum(count for count, _ in cells)
-    if remaining > LEAST_EXPECTED or others > LEAST_EXPECTED:
-        cells.append((others, max(remaining, 0.1)))
+    cells: list[tuple[float, float]] = []
+    for token, expected_count in expected.items():
+        if expected_count >= LEAST_EXPECTED:
+            cells.append((counts[token], expected_count))
+    other_count = len(tokens) - sum(count for count, _ in cells)
+    other_expected = len(tokens) - sum(expected_count for _, expected_count in cells)
+    if other_expected > LEAST_EXPECTED or other_count > LEAST_EXPECTED:
+        cells.append((other_count, max(other_expected, 0.1)))
     return cells

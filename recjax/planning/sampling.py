@@ -1,4 +1,4 @@
-"""The programs that an engine compiles for a batch, from shapes: transfer of weights, prompts, a round of tokens."""
+"""The programs that an engine compiles for a batch, from shapes: for the weights, the prompts and the tokens."""
 
 from typing import Any, NamedTuple
 
@@ -38,8 +38,8 @@ class SamplingPlan(NamedTuple):
         mesh: devices that sample.
         engine: the engine's sizes for the batch.
         prompts: number of prompts, padded for the mesh.
-        moved: bytes on each device of a second copy of the weights; 0 if the sampler's copy is used directly.
-        copied: bytes on each device of unrolled layers; 0 if sampling takes no copy of them.
+        moved: bytes that a second copy of the weights takes on each device; 0 if the engine uses the sampler's copy.
+        copied: bytes that unrolled layers take on each device; 0 if the engine does not copy them.
     """
 
     mesh: AnyMesh
@@ -60,7 +60,7 @@ class SamplingPlan(NamedTuple):
 
 
 def most_completions(config: Config) -> int:
-    """Number of completions of a prompt that are sampled together: the larger of training's and evaluation's."""
+    """The number of completions that the engine samples for a prompt, the larger of training's and evaluation's."""
     return max(config.rollout.group_size, config.evaluation.samples)
 
 
@@ -70,24 +70,35 @@ def sampling_of(
     """The engine plan for training and evaluation batches, sized for the larger ones.
 
     Args:
-        mesh: the mesh of the run.
+        mesh: the run's mesh.
         free: bytes on each device that the run does not always hold.
         platform: JAX's name of the devices' platform.
     """
     weights = abstract_weights(decoder)
-    on = grouped(decoder, mesh, free)
-    here, there = (jax.tree.leaves(laid_out_by_rules(each, weights)) for each in (mesh, on))
-    same = all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(here, there, strict=True))
-    moved = 0 if same else bytes_on_device(there)
+    sampling_mesh = grouped(decoder, mesh, free)
+    run_leaves = jax.tree.leaves(laid_out_by_rules(mesh, weights))
+    sampling_leaves = jax.tree.leaves(laid_out_by_rules(sampling_mesh, weights))
+    moved = 0
+    for leaf, moved_leaf in zip(run_leaves, sampling_leaves, strict=True):
+        if not leaf.sharding.is_equivalent_to(moved_leaf.sharding, leaf.ndim):
+            moved = bytes_on_device(sampling_leaves)
+            break
+    copied = 0
+    if copies_layers(decoder.config, platform):
+        copied = bytes_on_device(laid_out_by_rules(sampling_mesh, {"layers": weights["layers"]}))
+    prompts = config.rollout.prompts_per_step
     group = most_completions(config)
-    layers = {"layers": weights["layers"]} if copies_layers(decoder.config, platform) else {}
-    copied = bytes_on_device(laid_out_by_rules(on, layers))
-    longest = config.rollout.max_completion_tokens
-    requests = config.rollout.prompts_per_step * group
-    with jax.sharding.use_abstract_mesh(on.abstract_mesh):
-        sizes = {"prefix_time": prompt_tokens, "slots": config.rollout.slots, "free": free - moved - copied}
-        plan = plan_for(decoder, requests, longest, group, **sizes)
-        return SamplingPlan(on, plan, filled_up(config.rollout.prompts_per_step), moved, copied)
+    with jax.sharding.use_abstract_mesh(sampling_mesh.abstract_mesh):
+        plan = plan_for(
+            decoder,
+            prompts * group,
+            config.rollout.max_completion_tokens,
+            group,
+            prefix_time=prompt_tokens,
+            slots=config.rollout.slots,
+            free=free - moved - copied,
+        )
+        return SamplingPlan(sampling_mesh, plan, filled_up(prompts), moved, copied)
 
 
 def sampling_executables(
@@ -96,28 +107,28 @@ def sampling_executables(
     """The programs that sample a batch, starting with the transfer of the weights.
 
     Args:
-        trained, frozen: the sampler's copy and the frozen parameters, sharded over the mesh of the run.
+        trained, frozen: the sampler's copy and the frozen parameters, sharded over the run's mesh.
     """
     weights = combine(trained, frozen)
-    transfers = []
-    home = 0
+    programs = []
+    run_copy = 0
     if plan.moved:
-        # The weights move one array after another, from the mesh of the run to the sampling mesh.
-        placed = laid_out_by_rules(plan.mesh, weights)
-        home = bytes_on_device(weights)
-        there = home
-        for leaf, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(placed), strict=True):
-            if not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
-                moving: Any = mover(wanted.sharding)
-                sent = moving.trace(leaf)
-                transfers.append(Executable(sent, leaf.sharding.mesh, there - bytes_on_device(leaf)))
-                there += bytes_on_device(wanted)
-        weights = placed
+        # The weights move array by array, from the run's mesh to the sampling mesh.
+        moved_weights = laid_out_by_rules(plan.mesh, weights)
+        run_copy = bytes_on_device(weights)
+        held = run_copy
+        for leaf, moved_leaf in zip(jax.tree.leaves(weights), jax.tree.leaves(moved_weights), strict=True):
+            if not leaf.sharding.is_equivalent_to(moved_leaf.sharding, leaf.ndim):
+                move: Any = mover(moved_leaf.sharding)
+                programs.append(Executable(move.trace(leaf), leaf.sharding.mesh, held - bytes_on_device(leaf)))
+                held += bytes_on_device(moved_leaf)
+        weights = moved_weights
     assert isinstance(plan.mesh, Mesh)
     with jax.set_mesh(plan.mesh):
-        sampled = _sampling_programs(config, decoder, plan, weights)
-    also_held = home + plan.copied
-    return [*transfers, *(program._replace(also_held=program.also_held + also_held) for program in sampled)]
+        sampling = _sampling_programs(config, decoder, plan, weights)
+    for program in sampling:
+        programs.append(program._replace(also_held=program.also_held + run_copy + plan.copied))
+    return programs
 
 
 def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, weights: dict) -> list[Executable]:

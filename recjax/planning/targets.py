@@ -13,11 +13,12 @@ from jax.experimental import topologies
 from recjax.errors import UserError
 
 GIB = 2**30
-GPU_SHARE = 0.75  # share of a GPU's memory that JAX takes by default
-MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's environment variable for another share
+GPU_SHARE = 0.75  # JAX takes this share of a GPU's memory by default
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's environment variable for a different share
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBIC = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs in a topology; a host has up to 8
+COUNTS = (1, 2, 4, 8, 16, 32, 64)  # a topology has so many GPUs; a host has up to 8
+_COUNT_NAMES = tuple(str(count) for count in COUNTS)
 # Without a GPU to time them, XLA's own matmuls find no tile sizes for some shapes; NVIDIA's library covers all shapes.
 GPU_OPTIONS = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
 
@@ -27,11 +28,13 @@ class Gpu(NamedTuple):
 
     Attributes:
         capability: compute capability.
-        multiprocessors: streaming multiprocessors, each with `lanes` float32 units and room for `threads` threads.
-        shared: bytes of shared memory of a multiprocessor; a block may use 1,024 bytes fewer.
-        cache: MiB of the level-2 cache.
-        clock: in GHz.
-        bandwidth: memory bandwidth, in 10^9 bytes a second.
+        multiprocessors: number of streaming multiprocessors.
+        lanes: float32 units in a multiprocessor.
+        threads: capacity of a multiprocessor in threads.
+        shared: a multiprocessor's shared memory in bytes; a block may use 1,024 bytes fewer.
+        cache: level-2 cache in MiB.
+        clock: clock rate in GHz.
+        bandwidth: memory bandwidth in 10^9 bytes a second.
     """
 
     capability: tuple[int, int]
@@ -48,8 +51,8 @@ class Accelerator(NamedTuple):
     """One device: a GPU, from NVIDIA's data sheet, or a TPU without `gpu`, from cloud.google.com/tpu/docs/v4 to /v6e.
 
     Attributes:
-        gigabytes: memory, in 10^9 bytes.
-        usable: GiB of a TPU that its compiler lets a program use.
+        gigabytes: memory in 10^9 bytes.
+        usable: GiB that a TPU's compiler lets a program use.
     """
 
     gigabytes: float
@@ -71,19 +74,127 @@ class Accelerator(NamedTuple):
 # From the smallest to the largest. libtpu 0.0.42 states the usable memory of a TPU when a program is too large; the
 # system keeps some of the chips' memory.
 ACCELERATORS = {
-    "t4-16": Accelerator(16, Gpu((7, 5), 40, 64, 1024, 65_536, 4, 1.59, 320)),
+    "t4-16": Accelerator(
+        16,
+        Gpu(
+            capability=(7, 5),
+            multiprocessors=40,
+            lanes=64,
+            threads=1024,
+            shared=65_536,
+            cache=4,
+            clock=1.59,
+            bandwidth=320,
+        ),
+    ),
     "v5e-16": Accelerator(16, usable=15.75),
-    "l4-24": Accelerator(24, Gpu((8, 9), 58, 128, 1536, 102_400, 48, 2.04, 300)),
-    "rtx4090-24": Accelerator(24, Gpu((8, 9), 128, 128, 1536, 102_400, 72, 2.52, 1008)),
+    "l4-24": Accelerator(
+        24,
+        Gpu(
+            capability=(8, 9),
+            multiprocessors=58,
+            lanes=128,
+            threads=1536,
+            shared=102_400,
+            cache=48,
+            clock=2.04,
+            bandwidth=300,
+        ),
+    ),
+    "rtx4090-24": Accelerator(
+        24,
+        Gpu(
+            capability=(8, 9),
+            multiprocessors=128,
+            lanes=128,
+            threads=1536,
+            shared=102_400,
+            cache=72,
+            clock=2.52,
+            bandwidth=1008,
+        ),
+    ),
     "v4-32": Accelerator(32, usable=30.75),
     "v6e-32": Accelerator(32, usable=31.25),
-    "a100-40": Accelerator(40, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41, 1555)),
-    "l40s-48": Accelerator(48, Gpu((8, 9), 142, 128, 1536, 102_400, 96, 2.52, 864)),
-    "a100-80": Accelerator(80, Gpu((8, 0), 108, 64, 2048, 167_936, 40, 1.41, 2039)),
-    "h100-80": Accelerator(80, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98, 3350)),
+    "a100-40": Accelerator(
+        40,
+        Gpu(
+            capability=(8, 0),
+            multiprocessors=108,
+            lanes=64,
+            threads=2048,
+            shared=167_936,
+            cache=40,
+            clock=1.41,
+            bandwidth=1555,
+        ),
+    ),
+    "l40s-48": Accelerator(
+        48,
+        Gpu(
+            capability=(8, 9),
+            multiprocessors=142,
+            lanes=128,
+            threads=1536,
+            shared=102_400,
+            cache=96,
+            clock=2.52,
+            bandwidth=864,
+        ),
+    ),
+    "a100-80": Accelerator(
+        80,
+        Gpu(
+            capability=(8, 0),
+            multiprocessors=108,
+            lanes=64,
+            threads=2048,
+            shared=167_936,
+            cache=40,
+            clock=1.41,
+            bandwidth=2039,
+        ),
+    ),
+    "h100-80": Accelerator(
+        80,
+        Gpu(
+            capability=(9, 0),
+            multiprocessors=132,
+            lanes=128,
+            threads=2048,
+            shared=233_472,
+            cache=50,
+            clock=1.98,
+            bandwidth=3350,
+        ),
+    ),
     "v5p-95": Accelerator(95, usable=95.74),
-    "h200-141": Accelerator(141, Gpu((9, 0), 132, 128, 2048, 233_472, 50, 1.98, 4800)),
-    "b200-180": Accelerator(180, Gpu((10, 0), 148, 128, 2048, 233_472, 126, 1.97, 8000)),
+    "h200-141": Accelerator(
+        141,
+        Gpu(
+            capability=(9, 0),
+            multiprocessors=132,
+            lanes=128,
+            threads=2048,
+            shared=233_472,
+            cache=50,
+            clock=1.98,
+            bandwidth=4800,
+        ),
+    ),
+    "b200-180": Accelerator(
+        180,
+        Gpu(
+            capability=(10, 0),
+            multiprocessors=148,
+            lanes=128,
+            threads=2048,
+            shared=233_472,
+            cache=126,
+            clock=1.97,
+            bandwidth=8000,
+        ),
+    ),
 }
 GPUS = tuple(name for name, device in ACCELERATORS.items() if device.gpu)
 
@@ -109,7 +220,11 @@ CHIPS = {
 
 
 class Target(NamedTuple):
-    """Devices to compile for, the bytes of memory that a program may use of each, and options of the compiler."""
+    """Devices to compile for.
+
+    memory: bytes of each device that a program may use.
+    options: options of the compiler.
+    """
 
     name: str
     devices: Sequence[jax.Device]
@@ -118,7 +233,11 @@ class Target(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """Equal devices: name, number, and bytes of each that JAX takes; `kind` is None for this machine's devices."""
+    """Equal devices.
+
+    usable: bytes of each device that JAX takes.
+    kind: None for this machine's devices.
+    """
 
     name: str
     count: int
@@ -128,24 +247,34 @@ class Devices(NamedTuple):
     @property
     def platform(self) -> str:
         """JAX's name of the platform."""
-        return ("gpu" if self.kind.gpu else "tpu") if self.kind else jax.default_backend()
+        if self.kind is None:
+            return jax.default_backend()
+        return "gpu" if self.kind.gpu else "tpu"
 
 
 def named_slice(name: str) -> str:
-    """The slice, such as "v5p:2x2x2", for Google's name of it, such as "v5p-16"; another name unchanged.
+    """The slice, such as "v5p:2x2x2", that Google calls, for example, "v5p-16"; a different name unchanged.
 
     Google counts the two cores of each v4 and v5p chip. Names in ACCELERATORS are single chips.
     """
     generation, _, number = name.replace("v5litepod-", "v5e-").partition("-")
     if name in ACCELERATORS or generation not in CHIPS or not number.isdecimal():
         return name
-    chips = int(number) / (2 if CHIPS[generation].slices is CUBIC else 1)
-    sizes = {math.prod(map(int, shape.split("x"))): shape for shape in CHIPS[generation].slices}
-    return f"{generation}:{sizes[chips]}" if chips in sizes else name
+    slices = CHIPS[generation].slices
+    cores_per_chip = 2 if slices is CUBIC else 1
+    for shape in slices:
+        if _chips(shape) * cores_per_chip == int(number):
+            return f"{generation}:{shape}"
+    return name
+
+
+def _chips(shape: str) -> int:
+    """Number of chips in a slice such as "2x2x2"."""
+    return math.prod(int(size) for size in shape.split("x"))
 
 
 def named_devices(name: str) -> Devices:
-    """The devices of "host", of a name in ACCELERATORS, or of a topology's name (see `load_target`).
+    """The devices for "host", a name in ACCELERATORS, or a topology's name (see `load_target`).
 
     Raises:
         UserError: an unknown name.
@@ -154,28 +283,30 @@ def named_devices(name: str) -> Devices:
         return Devices(name, jax.local_device_count(), device_memory(), None)
     generation, _, shape = named_slice(name).partition(":")
     kind = name if name in ACCELERATORS else _gpu_kind(generation)
-    count = shape or "1"
     if generation in CHIPS and shape in CHIPS[generation].slices:
         kind = CHIPS[generation].accelerator
-        count = math.prod(map(int, shape.split("x")))
-    elif kind is None or count not in map(str, COUNTS):
+        count = _chips(shape)
+    elif kind is not None and (not shape or shape in _COUNT_NAMES):
+        count = int(shape or "1")
+    else:
         raise UserError(
             "--device", "is unknown", f"give host, one of {', '.join(ACCELERATORS)}, {_topologies()}", value=name
         )
-    return Devices(name, int(count), ACCELERATORS[kind].usable_bytes, ACCELERATORS[kind])
+    return Devices(name, count, ACCELERATORS[kind].usable_bytes, ACCELERATORS[kind])
 
 
 def _topologies() -> str:
-    known = "; ".join(f"{key}: {' '.join(chip.slices)}" for key, chip in CHIPS.items())
-    gpus = f"GPU:COUNT out of {' '.join(GPUS)} and {' '.join(map(str, COUNTS))}"
-    return f"GENERATION:SLICE out of {known}, or {gpus}"
+    slices = "; ".join(f"{generation}: {' '.join(chip.slices)}" for generation, chip in CHIPS.items())
+    return f"GENERATION:SLICE out of {slices}, or GPU:COUNT out of {' '.join(GPUS)} and {' '.join(_COUNT_NAMES)}"
 
 
 def device_memory() -> int:
     """Bytes that JAX may use on each device of this process: a GPU's or TPU's, or an equal share of a CPU's memory."""
     devices = jax.local_devices()
-    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    return (devices[0].memory_stats() or {}).get("bytes_limit", share)
+    statistics = devices[0].memory_stats() or {}
+    if "bytes_limit" in statistics:
+        return statistics["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
 
 
 def load_target(name: str) -> Target:
@@ -190,8 +321,10 @@ def load_target(name: str) -> Target:
         return Target(name, jax.local_devices(), device_memory())
     name = named_slice(name)
     generation, _, shape = name.partition(":")
-    if (kind := _gpu_kind(generation)) and shape in map(str, COUNTS):
-        return Target(name, _gpu_devices(name, kind, int(shape)), int(ACCELERATORS[kind].usable_bytes), GPU_OPTIONS)
+    kind = _gpu_kind(generation)
+    if kind is not None and shape in _COUNT_NAMES:
+        devices = _gpu_devices(name, kind, int(shape))
+        return Target(name, devices, int(ACCELERATORS[kind].usable_bytes), GPU_OPTIONS)
     chip = CHIPS.get(generation)
     if chip is None or shape not in chip.slices:
         raise UserError("--topology", "is unknown", f"give host, {_topologies()}", value=name)
@@ -201,35 +334,51 @@ def load_target(name: str) -> Target:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    options = chip.options | ({"chips_per_host_bounds": (1, 1, 1)} if set(shape.split("x")) == {"1"} else {})
-    remedy = 'libtpu, the TPU\'s compiler, is not installed; it needs no TPU: pip install -e ".[tpu]"'
-    absent = None if importlib.util.find_spec("libtpu") else remedy
-    memory = int(ACCELERATORS[chip.accelerator].usable_bytes)
-    return Target(name, _described(name, absent, platform="tpu", topology_name=name, **options), memory)
+    if not importlib.util.find_spec("libtpu"):
+        raise UserError(
+            f"--topology {name}",
+            'libtpu, the TPU\'s compiler, is not installed; it needs no TPU: pip install -e ".[tpu]"',
+        )
+    options: dict[str, Any] = dict(chip.options)
+    if _chips(shape) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    devices = _described(name, platform="tpu", topology_name=name, **options)
+    return Target(name, devices, int(ACCELERATORS[chip.accelerator].usable_bytes))
 
 
 def larger_slices(name: str) -> list[str]:
     """Topologies of the same generation with more chips, in ascending order."""
     generation, _, shape = named_slice(name).partition(":")
-    counts = tuple(map(str, COUNTS)) if _gpu_kind(generation) else ()
-    slices = CHIPS[generation].slices if generation in CHIPS else counts
-    return [f"{generation}:{other}" for other in slices[slices.index(shape) + 1 :]] if shape in slices else []
+    shapes: list[str] = []
+    if generation in CHIPS:
+        shapes += CHIPS[generation].slices
+    elif _gpu_kind(generation):
+        shapes += _COUNT_NAMES
+    if shape not in shapes:
+        return []
+    return [f"{generation}:{larger}" for larger in shapes[shapes.index(shape) + 1 :]]
 
 
 def has_gpu_compiler() -> bool:
     """True if JAX's CUDA plugin is installed."""
-    plugins = importlib.util.find_spec("jax_plugins")
-    return bool(plugins) and any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+    if not importlib.util.find_spec("jax_plugins"):
+        return False
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 
 
 def _gpu_kind(name: str) -> str | None:
-    """The entry of GPUS for a name, which may omit the memory size if only one kind has this name."""
+    """The entry in GPUS for a name, which may omit the memory size if only one kind has this name."""
     kinds = [kind for kind in GPUS if name in (kind, kind.partition("-")[0])]
     return kinds[0] if len(kinds) == 1 else None
 
 
 def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
     """The GPUs of a topology, on as few hosts as possible, from XLA's message GpuTargetConfigProto."""
+    if not has_gpu_compiler():
+        raise UserError(
+            f"--topology {name}",
+            'JAX\'s CUDA plugin, which compiles for GPUs, is not installed; it needs no GPU: pip install -e ".[cuda]"',
+        )
     gigabytes = ACCELERATORS[kind].gigabytes
     gpu = ACCELERATORS[kind].gpu
     assert gpu is not None
@@ -251,18 +400,18 @@ def _gpu_devices(name: str, kind: str, count: int) -> Sequence[jax.Device]:
             device_memory_size: {int(gigabytes * 1e9)}
         }}
     """
-    remedy = 'JAX\'s CUDA plugin, which compiles for GPUs, is not installed; it needs no GPU: pip install -e ".[cuda]"'
-    on_host = min(count, 8)
-    shape = f"1x{count // on_host}x{on_host}"
-    absent = None if has_gpu_compiler() else remedy
-    return _described(name, absent, platform="cuda", target_config=message, topology=shape)
+    gpus_per_host = min(count, 8)
+    hosts = count // gpus_per_host
+    return _described(name, platform="cuda", target_config=message, topology=f"1x{hosts}x{gpus_per_host}")
 
 
-def _described(name: str, absent: str | None, **description: Any) -> Sequence[jax.Device]:
-    """The devices of a description, or an error that says `absent` if their compiler is not installed."""
+def _described(name: str, **description: Any) -> Sequence[jax.Device]:
+    """The devices that JAX makes of a topology's description.
+
+    Raises:
+        UserError: their compiler refuses the description.
+    """
     try:
-        if absent:
-            raise RuntimeError(absent)
         return list(topologies.get_topology_desc(**description).devices)
     except (RuntimeError, jax.errors.JaxRuntimeError) as error:
         raise UserError(f"--topology {name}", str(error).splitlines()[0]) from error

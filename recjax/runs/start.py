@@ -19,7 +19,6 @@ from recjax.experience.queue import Queue
 from recjax.hub.policy import Policy
 from recjax.logs.log import RunLog
 from recjax.logs.metrics import MetricsWriter, step_bar
-from recjax.logs.signs import Watched, look
 from recjax.logs.tracking import Trackers
 from recjax.models.trainable import fingerprint, flatten, is_adapter
 from recjax.rollout.compiling import BackgroundCompiler
@@ -172,11 +171,11 @@ def _row_watcher(on_step: Callable[[dict], Any] | None, stopping: list[int]) -> 
     Args:
         stopping: gets `STOPPED` when the run has to stop.
     """
-    watched = Watched()
+    state = WarningState()
 
     def watch(row: dict) -> None:
-        nonlocal watched
-        watched, warnings = look(watched, row)
+        nonlocal state
+        state, warnings = new_warnings(state, row)
         for warning in warnings:
             logger.warning("%s", warning)
         if on_step and asks_to_stop(on_step(row)):

@@ -1,1 +1,1 @@
-"""What the package needs from a machine: processes, files, memory, the console, clocks."""
+"""The machine under the package: processes, files, memory, the console, clocks."""

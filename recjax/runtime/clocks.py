@@ -1,4 +1,4 @@
-"""Clocks of a run: the seconds of each phase, and those in which the devices had nothing to compute."""
+"""Run clocks: the seconds of each phase, and the idle seconds of the devices."""
 
 import contextlib
 import time

@@ -33,8 +33,8 @@ FAULT = "this is a fault of recjax; please report it with the traceback"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk full, quota exceeded, file too large
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _LEAST_BAR = 10  # characters of a bar that its fields must leave free
-_LONGEST = 10  # characters of a bar's description, so that 80 columns have room for two fields
-LINE_SECONDS = 10.0  # between two lines of a bar without a terminal
+_LONGEST = 10  # with so many characters of a bar's description, 80 columns still show two fields
+LINE_SECONDS = 10.0  # a bar without a terminal writes lines at this interval
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
@@ -178,13 +178,14 @@ def under_way(what: str, shown: bool = True) -> Iterator[None]:
 
     Args:
         what: description of the work, such as "evaluating the initial policy: 64 problems".
-        shown: flag; False disables the messages.
+        shown: False disables the messages.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     if shown:
         logger.info("%s …", what)
     yield
-    if shown and (seconds := time.monotonic() - started) >= 1:
+    seconds = time.monotonic() - start
+    if shown and seconds >= 1:
         logger.info("%s: %.0f s", what, seconds)
 
 
@@ -194,53 +195,55 @@ def progress_bar(description: str, total: int, initial: int = 0, *, unit: str, s
     Args:
         description: first words of the bar.
         total: number of units.
-        initial: number of units already done.
+        initial: number of finished units.
         unit: name of a unit, in the singular.
-        shown: flag; False hides the bar.
+        shown: False hides the bar.
     """
-    state = "{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}"
-    lines: dict[str, Any] = {"file": _Lines(), "bar_format": state, "mininterval": LINE_SECONDS, "miniters": 1}
-    options: dict[str, Any] = {
-        "desc": description,
-        "total": total,
-        "initial": initial,
-        "unit": unit,
-        "disable": not shown,
-    }
+    options: dict[str, Any] = {"total": total, "initial": initial, "unit": unit, "disable": not shown}
     if not sys.stderr.isatty():
-        return tqdm(**options, **lines)
-    short = description if len(description) <= _LONGEST else f"{description[: _LONGEST - 1]}…"
-    return _Bar(**options | {"desc": short}, mininterval=0.2, bar_format=_BAR)
+        return tqdm(
+            desc=description,
+            file=_Lines(),
+            bar_format="{desc}: {unit} {n_fmt}/{total_fmt}, {elapsed_s:.0f} s{postfix}",
+            mininterval=LINE_SECONDS,
+            miniters=1,
+            **options,
+        )
+    if len(description) > _LONGEST:
+        description = f"{description[: _LONGEST - 1]}…"
+    return _Bar(desc=description, mininterval=0.2, bar_format=_BAR, **options)
 
 
 class _Bar(tqdm):
-    """A bar on a terminal, which drops fields that leave it no room.
+    """A bar on a terminal, which drops fields that do not fit next to it.
 
     The estimate of the remaining time ignores the first unit, because that one includes compilation.
     """
 
-    _began: tuple[float, float] | None = None  # units done and the time, after the first update
+    _first_update: tuple[float, float] | None = None  # it has the finished units and the time
     if TYPE_CHECKING:
         _time: Callable[[], float]
 
     def update(self, n: float | None = 1) -> bool | None:
         """Adds n units."""
-        if not self.disable:
-            self._began = self._began or (self.n + (n or 0), self._time())
+        if not self.disable and self._first_update is None:
+            self._first_update = (self.n + (n or 0), self._time())
         return super().update(n)
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """Values for the bar's format: tqdm's, with our rate and only the fields that fit."""
+        """Values for the bar's format: tqdm's, with recjax's rate and only the fields that fit."""
         values: dict[str, Any] = dict(super().format_dict)
-        units, since = self._began or (self.n, self._time())
+        units, since = self._first_update or (self.n, self._time())
         values["rate"] = (self.n - units) / max(self._time() - since, 1e-9)
         columns = values["ncols"] or shutil.get_terminal_size().columns
+        numbers = 2 * len(f"{self.total}") + len(" 100%|| / [00:00<00:00, ]")
+        capacity = columns - len(self.desc) - numbers - _LEAST_BAR
         fields = (self.postfix or "").split(", ")
-        room = columns - len(self.desc) - 2 * len(f"{self.total}") - _LEAST_BAR - len(" 100%|| / [00:00<00:00, ]")
-        while fields and len(", ".join(fields)) > room:
+        while fields and len(", ".join(fields)) > capacity:
             fields.pop()
-        return values | {"postfix": ", ".join(fields)}
+        values["postfix"] = ", ".join(fields)
+        return values
 
 
 class _Lines(io.TextIOBase):

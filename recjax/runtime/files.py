@@ -22,8 +22,9 @@ import xxhash
 from recjax.errors import UserError
 
 MANIFEST = "manifest.json"
-UNREADABLE = "recjax.unreadable"  # only key of an object in place of a cell that recjax cannot hold; the value says why
-_BLOCK = 2**20  # bytes read at a time
+# An object with only this key replaces a cell that recjax cannot store; its value is the reason.
+UNREADABLE = "recjax.unreadable"
+_BLOCK = 2**20  # a checksum reads so many bytes at a time
 _THREADS = 8
 
 
@@ -46,9 +47,13 @@ def writing(path: str | Path) -> Iterator[None]:
 
 def short_error(error: Exception) -> str:
     """An error's type, and the message's first line without the middle, because the reason is often at the end."""
-    first = str(error).strip().partition("\n")[0]
-    shown = first if len(first) <= 300 else f"{first[:100]} … {first[-200:]}"
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+    name = type(error).__name__
+    message = str(error).strip().partition("\n")[0]
+    if not message:
+        return name
+    if len(message) > 300:
+        message = f"{message[:100]} … {message[-200:]}"
+    return f"{name}: {message}"
 
 
 def partial_of(name: str, writer: str | None = None) -> str:
@@ -141,10 +146,12 @@ def json_text(value: Any, **options: Any) -> str:
 
     def finite(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: finite(each) for key, each in value.items()}
+            return {key: finite(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [finite(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+            return [finite(item) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value
 
     return json.dumps(finite(value), allow_nan=False, **options)
 
@@ -173,10 +180,11 @@ def write_manifest(folder: Path) -> None:
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name != MANIFEST]
-    write_sealed(folder / MANIFEST, dict(zip(names, _sizes_and_digests(folder, names), strict=True)))
+    files = dict(zip(names, _sizes_and_digests(folder, names), strict=True))
+    write_sealed(folder / MANIFEST, files)
     directory = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(directory)  # the folder's list of files
+        os.fsync(directory)  # this writes the folder's list of files
     finally:
         os.close(directory)
 
@@ -200,9 +208,11 @@ def check_manifest(folder: Path) -> None:
     except OSError as error:
         raise UserError(error.filename or folder, f"cannot be read ({error.strerror or error})") from error
     for name, (size, checksum) in zip(files, current, strict=True):
+        expected_size = files[name][0]
+        if size != expected_size:
+            raise UserError(folder / name, f"is damaged: it has {size} bytes, not {expected_size}")
         if [size, checksum] != files[name]:
-            change = f"it has {size} bytes, not {files[name][0]}" if size != files[name][0] else "its content changed"
-            raise UserError(folder / name, f"is damaged: {change}")
+            raise UserError(folder / name, "is damaged: its content changed")
 
 
 def _sizes_and_digests(folder: Path, names: list[str]) -> list[list[Any]]:

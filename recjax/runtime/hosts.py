@@ -105,11 +105,13 @@ def connect_processes(coordinator: str | None, processes: int | None, process_id
 def _loopback_host(coordinator: str) -> str | None:
     """The coordinator's own address if only this machine reaches it; None for all other addresses and names."""
     host = coordinator.rpartition(":")[0].strip("[]")
-    host = "127.0.0.1" if host == "localhost" else host
+    if host == "localhost":
+        host = "127.0.0.1"
     try:
-        return host if ipaddress.ip_address(host).is_loopback else None
+        is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         return None
+    return host if is_loopback else None
 
 
 def _receive_calls(coordinator: str, processes: int) -> None:
@@ -120,7 +122,9 @@ def _receive_calls(coordinator: str, processes: int) -> None:
     """
     host = _loopback_host(coordinator)
     dual = socket.has_dualstack_ipv6() and host is None
-    family = socket.AF_INET6 if dual or ":" in (host or "") else socket.AF_INET
+    family = socket.AF_INET
+    if dual or (host is not None and ":" in host):
+        family = socket.AF_INET6
     port = int(coordinator.rpartition(":")[2])
     try:
         listener = socket.create_server((host or "", port), family=family, dualstack_ipv6=dual)
@@ -130,7 +134,7 @@ def _receive_calls(coordinator: str, processes: int) -> None:
         ) from error
     deadline = time.monotonic() + MEETING_SECONDS
     calls = []
-    missing = {*range(1, processes)}
+    missing = set(range(1, processes))
     refusal = ""
     listener.settimeout(1)
     with contextlib.ExitStack() as stack:
@@ -140,7 +144,7 @@ def _receive_calls(coordinator: str, processes: int) -> None:
                 calls.append(stack.enter_context(listener.accept()[0]))
                 calls[-1].settimeout(5)
                 number, count = map(int, calls[-1].recv(100).split())
-            except (OSError, ValueError):  # nobody called, or another program did
+            except (OSError, ValueError):  # nobody called, or a different program did
                 names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} of {processes}"
                 logger.info("waiting for %s", names)
                 listener.settimeout(NOTICE_SECONDS)
@@ -193,7 +197,7 @@ def _call_first(coordinator: str, processes: int, process_id: int) -> None:
 
 @contextlib.contextmanager
 def connected(coordinator: str | None, processes: int | None, process_id: int | None) -> Iterator[None]:
-    """A context for the processes of a command: they connect first, and a process that loses another one ends at once.
+    """A context for a command's processes: they connect first, and if one is lost, the others end at once.
 
     Args:
         (all): see `connect_processes`.
@@ -203,7 +207,8 @@ def connected(coordinator: str | None, processes: int | None, process_id: int | 
         yield
         return
     name = f"error: process {jax.process_index()} of {jax.process_count()}"
-    # Without process 0, JAX aborts the others, and no code of theirs runs. This small process then says why.
+    # Without process 0, JAX aborts the other processes before their code runs. This small process then prints the
+    # reason.
     reporter = subprocess.Popen(
         [sys.executable, "-ISc", _REPORTER, f"{name} ended without a message of its own; it probably {_LOST}"],
         stdin=subprocess.PIPE,
@@ -240,7 +245,9 @@ def wait_for_all(what: str) -> None:
 
 def any_says(yes: bool) -> bool:
     """True if `yes` is true in any process; every process must call this."""
-    return yes if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(yes)).any())
+    if jax.process_count() == 1:
+        return yes
+    return bool(multihost_utils.process_allgather(np.array(yes)).any())
 
 
 class LateAnswers:
@@ -274,7 +281,9 @@ _greatest = jax.jit(jnp.max, out_shardings=PartitionSpec())
 
 def smallest_of_all(number: int) -> int:
     """The smallest of all processes' numbers, to about seven digits; every process must call it."""
-    return number if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.float32(number)).min())
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.process_allgather(np.float32(number)).min())
 
 
 def share(count: int) -> np.ndarray:
@@ -291,10 +300,13 @@ def gathered(tree: Any, count: int) -> Any:
 
 
 def all_names(names: Iterable[str]) -> list[str]:
-    """The names of all processes, sorted; of a single process, in their order. Every process must call it."""
+    """The names of all processes, sorted; a single process keeps its order. Every process must call it."""
     if jax.process_count() == 1:
         return list(names)
-    return sorted({name for pickled in bytes_of_all(pickle.dumps(list(names))) for name in pickle.loads(pickled)})
+    known_names: set[str] = set()
+    for pickled in bytes_of_all(pickle.dumps(list(names))):
+        known_names.update(pickle.loads(pickled))
+    return sorted(known_names)
 
 
 def bytes_of_all(value: bytes) -> list[bytes]:
@@ -314,16 +326,17 @@ def agree(what: str, values: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    first, *others = map(pickle.loads, bytes_of_all(pickle.dumps(dict(values))))
-    different = [
-        f"{name}: {theirs.get(name)!r} in process {number}, {first.get(name)!r} in process 0"
-        for number, theirs in enumerate(others, 1)
-        for name in sorted(first.keys() | theirs.keys())
-        if first.get(name) != theirs.get(name)
-    ]
-    if different:
+    by_process = [pickle.loads(pickled) for pickled in bytes_of_all(pickle.dumps(dict(values)))]
+    first = by_process[0]
+    differences = []
+    for number, other in enumerate(by_process[1:], 1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                differences.append(f"{name}: {other.get(name)!r} in process {number}, {first.get(name)!r} in process 0")
+    if differences:
         raise UserError(
-            problem=f"the processes of this run differ in {what} ({'; '.join(different)})", remedy="make them the same"
+            problem=f"the processes of this run differ in {what} ({'; '.join(differences)})",
+            remedy="make them the same",
         )
 
 
@@ -338,13 +351,17 @@ def connect_devices(mesh: Mesh) -> None:
         return
     wait_for_all("connecting devices")
     axes = [name for name, size in mesh.shape.items() if size > 1]
-    groups = [group for count, _ in enumerate(axes, 1) for group in itertools.combinations(axes, count)]
+    axis_sets: list[tuple[str, ...]] = []
+    for count in range(1, len(axes) + 1):
+        axis_sets += itertools.combinations(axes, count)
 
     def sums(values: jax.Array) -> list[jax.Array]:
-        return [jax.lax.psum(values, group) for group in groups]
+        return [jax.lax.psum(values, axis_set) for axis_set in axis_sets]
 
-    specs = {"in_specs": PartitionSpec(tuple(axes)), "out_specs": PartitionSpec(), "check_vma": False}
-    jax.block_until_ready(jax.jit(jax.shard_map(sums, mesh=mesh, **specs))(np.arange(mesh.size)))
+    program = jax.shard_map(
+        sums, mesh=mesh, in_specs=PartitionSpec(tuple(axes)), out_specs=PartitionSpec(), check_vma=False
+    )
+    jax.block_until_ready(jax.jit(program)(np.arange(mesh.size)))
 
 
 def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[T]) -> list[R]:
@@ -366,10 +383,14 @@ def shared_out(compute: Callable[[Sequence[T], int], list[R]], things: Sequence[
         results = compute(things[first : first + size], first)
     except UserError as error:
         refused = error
-    shares = [pickle.loads(share) for share in bytes_of_all(pickle.dumps((results, refused and str(refused))))]
-    if messages := [message for _, message in shares if message]:
-        raise UserError(problem=messages[0]) from refused
-    return [result for results, _ in shares for result in results]
+    message = None if refused is None else str(refused)
+    all_results = []
+    for pickled in bytes_of_all(pickle.dumps((results, message))):
+        share_results, share_message = pickle.loads(pickled)
+        if share_message:
+            raise UserError(problem=share_message) from refused
+        all_results += share_results
+    return all_results
 
 
 def from_first(act: Callable[[], T]) -> T:
@@ -406,9 +427,11 @@ def from_first(act: Callable[[], T]) -> T:
     result, is_user_error, message = pickle.loads(content)
     if client.key_value_increment(f"{folder}/read", 1) == jax.process_count() - 1:
         client.key_value_delete(folder)
-    if message is not None:
-        raise UserError(problem=message) if is_user_error else RuntimeError(message)
-    return result
+    if message is None:
+        return result
+    if is_user_error:
+        raise UserError(problem=message)
+    raise RuntimeError(message)
 
 
 _calls = itertools.count()

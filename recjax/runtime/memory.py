@@ -18,9 +18,9 @@ TUNABLES = {
     "glibc.malloc.top_pad": (64 << 20, -2),
     "glibc.malloc.hugetlb": (1, None),
 }
-HEAP_SHARE = 0.75  # of this machine's memory; arrays beyond this part of the heap get ordinary pages
-LEAST_GAP = 8192  # bytes; smaller gaps of the heap stay available to small arrays
-SETTLING_STEPS = 2  # first training steps, which leave permanent allocations
+HEAP_SHARE = 0.75  # arrays beyond this share of the machine's memory get ordinary pages
+LEAST_GAP = 8192  # gaps of fewer bytes stay available to small arrays
+SETTLING_STEPS = 2  # the first training steps leave permanent allocations
 
 
 def prepare_host_memory() -> None:
@@ -44,7 +44,8 @@ def prepare_host_memory() -> None:
     if "glibc.malloc.hugetlb=" not in present and not is_limited:
         libc.malloc.restype = ctypes.c_size_t
         size = int(HEAP_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        if start := libc.malloc(ctypes.c_size_t(size)):
+        start = libc.malloc(ctypes.c_size_t(size))
+        if start:
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(start + size - first), mmap.MADV_HUGEPAGE)
             libc.free(ctypes.c_void_p(start))
@@ -53,8 +54,11 @@ def prepare_host_memory() -> None:
 
 def with_tunables(present: str) -> str:
     """The value of GLIBC_TUNABLES with recjax's settings added to `present`."""
-    added = [f"{name}={value}" for name, (value, _) in TUNABLES.items() if f"{name}=" not in present]
-    return ":".join(part for part in (present, *added) if part)
+    settings = [present] if present else []
+    for name, (value, _) in TUNABLES.items():
+        if f"{name}=" not in present:
+            settings.append(f"{name}={value}")
+    return ":".join(settings)
 
 
 def has_glibc() -> bool:

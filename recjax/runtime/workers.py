@@ -31,14 +31,16 @@ from recjax.errors import UserError
 from recjax.runtime.streams import outlast_readers
 
 _LOOK_SECONDS = 0.25  # time between two looks for the process that started the program
-_MOST_CALLS = 16  # that a worker gets at once
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_MOST_CALLS = 16  # a worker gets at most so many calls at once
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h defines it
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def cores() -> int:
     """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def refuse_while_loading(what: str) -> None:
@@ -93,7 +95,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more calls, and cancels those that have not begun; calls that have begun are not waited for."""
+        """Takes no more calls, and cancels calls that have not started; it does not wait for active calls."""
         with self._changing:
             self._closed = True
             with contextlib.suppress(queue.Empty):
@@ -157,7 +159,7 @@ class Workers:
         self._program: subprocess.Popen | None = None
         self._control: socket.socket | None = None
 
-    held: Any = None  # in a worker, the object of the argument `held`
+    held: Any = None  # a worker has the object of the argument `held` here
     loading = False  # True in the program while it imports its modules
 
     def __enter__(self) -> "Workers":
@@ -217,7 +219,9 @@ class Workers:
             try:
                 while calls:
                     # An idle worker does not send; its connection becomes readable when it ends.
-                    worker = self._answer(calls, self._new_worker() if worker is None or worker[1].poll() else worker)
+                    if worker is None or worker[1].poll():
+                        worker = self._new_worker()
+                    worker = self._answer(calls, worker)
             except Exception as error:
                 worker = None
                 for call in calls:
@@ -248,40 +252,36 @@ class Workers:
         return worker
 
     def _new_worker(self) -> tuple[int, Connection]:
-        connection, of_worker = multiprocessing.Pipe()
+        connection, worker_end = multiprocessing.Pipe()
         try:
-            with of_worker:
+            with worker_end:
                 assert self._control is not None
-                socket.send_fds(self._control, [b"\0"], [of_worker.fileno()])
+                socket.send_fds(self._control, [b"\0"], [worker_end.fileno()])
             return connection.recv(), connection
         except (EOFError, OSError) as error:
             raise UserError(problem="the worker processes ended by themselves; standard error says why") from error
 
     def _start(self) -> None:
         refuse_while_loading("worker processes")
-        self._control, of_program = socket.socketpair()
-        arguments = of_program.fileno(), self._modules, self._memory, os.getpid()
-        with of_program:
+        self._control, program_end = socket.socketpair()
+        with program_end:
+            arguments = (program_end.fileno(), self._modules, self._memory, os.getpid())
+            code = f"from recjax.runtime.workers import fork_workers; fork_workers{arguments}"
+            environment = dict(os.environ)
+            # Fixed hashes make the order of sets, and thus results, the same in every run.
+            environment["PYTHONHASHSEED"] = "0"
+            environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
             self._program = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    "-c",
-                    f"from recjax.runtime.workers import fork_workers; fork_workers{arguments}",
-                ],
-                # Fixed hashes make the order of sets, and thus results, the same in every run.
-                env={
-                    **os.environ,
-                    "PYTHONHASHSEED": "0",
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                },
-                pass_fds=[of_program.fileno()],
+                [sys.executable, "-u", "-c", code],
+                env=environment,
+                pass_fds=[program_end.fileno()],
                 stdin=subprocess.DEVNULL if self._held is None else subprocess.PIPE,
                 start_new_session=True,
             )
         if self._held is not None:
             assert self._program.stdin is not None
-            with contextlib.suppress(BrokenPipeError), self._program.stdin as file:  # calls report that it ended
+            # If the program has ended, the calls report it.
+            with contextlib.suppress(BrokenPipeError), self._program.stdin as file:
                 file.write(self._held)
         for _ in range(self._count):
             threading.Thread(target=self._answer_all, name="workers", daemon=True).start()
@@ -326,7 +326,8 @@ def fork_workers(control: int, modules: Sequence[str], memory: int | None, start
     with _ending_with(starter):
         for module in modules:
             importlib.import_module(module)
-        if held := sys.stdin.buffer.read():
+        held = sys.stdin.buffer.read()
+        if held:
             Workers.held = pickle.loads(held)
     Workers.loading = False
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes ended workers
@@ -349,7 +350,7 @@ def _keep_worker(descriptor: int, memory: int | None) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         _set_process(_PR_SET_CHILD_SUBREAPER, 1)
-        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # for a program that is killed without its children
+        _set_process(_PR_SET_PDEATHSIG, signal.SIGTERM)  # the program may be killed without its children
         worker = os.fork()
         if worker == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -384,7 +385,7 @@ def _end_descendants(root: int) -> None:
         if not running:
             return
         for pid in running:
-            with contextlib.suppress(OSError):  # it has already ended, or belongs to another user
+            with contextlib.suppress(OSError):  # it has already ended, or belongs to a different user
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
@@ -397,8 +398,8 @@ def _descendants(root: int) -> list[int]:
             state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state not in b"ZX":
                 children[int(parent)].append(int(path.split("/")[2]))
-    descendants = [*children[root]]
-    for pid in descendants:
+    descendants = list(children[root])
+    for pid in descendants:  # the list grows during the loop
         descendants += children[pid]
     return descendants
 

@@ -50,7 +50,7 @@ def our_logits(folder, config):
 
 
 @pytest.mark.slow
-def test_peft_loads_the_adapters_and_merges_them_to_what_the_merged_export_holds(run, tmp_path):
+def test_peft_merges_adapters_to_the_merged_export(run, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ def test_peft_loads_the_adapters_and_merges_them_to_what_the_merged_export_holds
 
 
 @pytest.mark.slow
-def test_the_base_of_exported_adapters_is_found_from_any_folder(run, tmp_path, monkeypatch):
+def test_exported_adapters_find_their_base_from_any_folder(run, tmp_path, monkeypatch):
     folder, config = run
     relative = config.model_copy(update={"model": config.model.model_copy(update={"path": "base"})})
     monkeypatch.chdir(folder)

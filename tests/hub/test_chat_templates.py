@@ -66,7 +66,7 @@ THINKING = """{% for t in tools or [] %}<{{ t.name }}>{% endfor %}{% for m in me
 if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ effort or '' }}"""
 
 
-def test_each_chat_has_its_own_variables_before_those_of_the_tokenizer():
+def test_a_chats_variables_override_the_tokenizers():
     tokenizer = character_tokenizer("a")
     tokenizer.chat_template = THINKING
     chat, own = [{"role": "user", "content": "hi"}], [{}, {"enable_thinking": False}, {"tools": [{"name": "f"}]}]
@@ -80,7 +80,7 @@ def test_each_chat_has_its_own_variables_before_those_of_the_tokenizer():
     assert render_chats(tokenizer, [chat]) == ["hi:<think></think>low"]
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused():
+def test_variables_that_the_template_ignores_are_refused():
     tokenizer = character_tokenizer("a")
     tokenizer.chat_template = THINKING
     with pytest.raises(ValueError, match="model.chat_template_kwargs.enable_thinkin: .*does not read it"):
@@ -270,7 +270,7 @@ def favoring(vocab_size, tokens):
 
 
 @pytest.mark.slow
-def test_every_listed_token_ends_a_completion_and_only_masks_tell_it_from_padding(chat):
+def test_every_listed_token_ends_a_completion(chat):
     family, tokenizer, folder = chat
     stop_ids = stop_token_ids(tokenizer, folder=folder)
     assert {*stop_ids} == {*family.listed, tokenizer.eos_token_id, family.special.index(family.end)}
@@ -334,7 +334,7 @@ def test_an_imported_chat_is_what_the_template_would_write(chat, tmp_path):
         ("{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}", None),
     ],
 )
-def test_the_end_of_a_turn_is_only_a_token_that_the_template_writes(template, end):
+def test_the_template_writes_the_token_that_ends_turns(template, end):
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
     model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))

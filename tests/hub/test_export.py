@@ -78,7 +78,7 @@ def base(request, tmp_path_factory):
     return folder, *load_pretrained(folder)
 
 
-def test_in_out_in_is_bit_equal_and_transformers_computes_the_same(base, tmp_path):
+def test_exports_are_bit_equal_and_transformers_agrees(base, tmp_path):
     folder, config, params = base
     export_model(tmp_path / "out", config, params, folder)
     again, params_again = load_pretrained(tmp_path / "out")
@@ -94,7 +94,7 @@ def test_in_out_in_is_bit_equal_and_transformers_computes_the_same(base, tmp_pat
     assert_close(torch_logits(tmp_path / "out")[1], scores)
 
 
-def test_every_field_of_the_config_and_every_file_beside_the_weights_survives(base, tmp_path):
+def test_exports_keep_config_fields_and_companion_files(base, tmp_path):
     original, config, params = base
     folder = Path(shutil.copytree(original, tmp_path / "base"))
     files = {
@@ -121,7 +121,7 @@ def test_every_field_of_the_config_and_every_file_beside_the_weights_survives(ba
     assert after["dtype"] == "bfloat16" and list(after) == list(before)
 
 
-def test_what_an_adapter_left_beside_merged_weights_does_not_reach_the_export(base, tmp_path):
+def test_exports_skip_adapter_files_beside_merged_weights(base, tmp_path):
     original, config, params = base
     folder = Path(shutil.copytree(original, tmp_path / "base"))
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
@@ -131,7 +131,7 @@ def test_what_an_adapter_left_beside_merged_weights_does_not_reach_the_export(ba
 
 @pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
 @pytest.mark.parametrize("dtype", [*slow("float32"), "bfloat16"])
-def test_a_head_that_config_json_says_is_tied_but_is_not_comes_out_as_it_was(family, dtype, tmp_path):
+def test_exports_keep_a_head_wrongly_marked_as_tied(family, dtype, tmp_path):
     random_model(family, tmp_path / "base", tie_word_embeddings=False)
     said = json.loads((tmp_path / "base" / "config.json").read_text())
     for name, fields in {"said": said | {"tie_word_embeddings": True}, "unsaid": dict(said)}.items():
@@ -161,7 +161,7 @@ def small(tmp_path):
     return tmp_path / "base", config, params
 
 
-def test_a_decoder_from_scratch_is_a_llama_with_its_tokenizer(small, tmp_path):
+def test_a_decoder_from_scratch_is_exported_as_llama(small, tmp_path):
     base, config, params = small
     export_model(tmp_path / "out", config, params, base)
     model, scores = torch_logits(tmp_path / "out", TOKENS % config.vocab_size)
@@ -185,7 +185,7 @@ STOPS = {  # generation_config.json and config.json's eos_token_id in the base â
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_stop_ids_join_the_end_of_sequence_ids_in_the_file_that_transformers_reads(small, tmp_path, name):
+def test_stop_ids_join_the_exported_end_of_sequence_ids(small, tmp_path, name):
     base, config, params = small
     generation, of_config, expected = STOPS[name]
     (base / "generation_config.json").unlink()
@@ -382,7 +382,7 @@ def multimodal(request, tmp_path):
     return request.param, tmp_path / "base", torch_scores(model, TOKENS)
 
 
-def test_the_text_half_of_a_multimodal_model_is_read_and_exported_as_a_model_of_its_own(multimodal, tmp_path, caplog):
+def test_a_multimodal_models_text_half_is_its_own_model(multimodal, tmp_path, caplog):
     name, base, scores = multimodal
     config, params = load_pretrained(base)
     assert scores.std() > 0.3

@@ -294,7 +294,7 @@ def test_logits_are_those_of_peft(family, tmp_path):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", MULTIMODAL)
-def test_adapters_of_a_multimodal_base_come_from_peft_and_go_to_it(name, tmp_path):
+def test_multimodal_adapters_pass_to_and_from_peft(name, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -140,7 +140,7 @@ class Loud(PreTrainedTokenizerFast):
         return super()._encode_plus(text.upper(), **options)
 
 
-def test_texts_are_those_of_transformers_in_any_state_of_the_tokenizer():
+def test_texts_equal_transformers_in_any_tokenizer_state():
     tokenizer = llama_like()
     text, ids = "</s>ab é", [1, 259, 3, 4]
     expected = tokenizer.encode(text, add_special_tokens=False), tokenizer.decode(ids)
@@ -226,7 +226,7 @@ def test_texts_of_many_completions_are_those_of_each(name):
 
 
 @pytest.mark.parametrize("name", IN_CONTEXT)
-def test_what_a_tokenizer_does_at_the_beginning_of_a_text(name):
+def test_tokenizers_differ_at_the_beginning_of_a_text(name):
     tokenizer = IN_CONTEXT[name]
     (alone,) = encode_prompts(tokenizer, ["Yes"])
     words = tokenizer.encode("Yes", add_special_tokens=False)
@@ -243,7 +243,7 @@ def test_what_a_tokenizer_does_at_the_beginning_of_a_text(name):
         assert decode_after(tokenizer, [*ids, *end], after) == "Yes"
 
 
-def test_completions_of_a_store_go_on_where_their_prompts_end():
+def test_stored_completions_continue_their_prompts():
     """Whether a space stands between them is for the text to say, or the chat template."""
     chat = "{% for m in messages %}{{ '4 ' + m.content + '.' if m.role == 'user' else ' ' + m.content }}{% endfor %}"
     for template, first in ((chat, "▁42"), (chat.replace("' ' + ", ""), "42")):
@@ -294,7 +294,7 @@ def test_unknown_text_is_no_stop_string():
     assert stop_token_ids(tokenizer, ["a"]) == (1,)
 
 
-def test_a_token_that_the_model_has_no_embedding_of_is_refused(tmp_path):
+def test_tokens_without_an_embedding_are_refused(tmp_path):
     llama_like().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     size = len(tokenizer)
@@ -411,7 +411,7 @@ def test_the_bytes_of_tokens_join_into_the_texts(text):
     assert b"".join(token_bytes(other, token) for token in fallback) == text.encode()
 
 
-def test_the_bytes_of_words_have_their_space_and_special_tokens_are_their_names():
+def test_token_bytes_have_spaces_and_special_names():
     tokenizer = byte_fallback_like()
     names = {
         "▁Hi": b" Hi",
@@ -435,7 +435,7 @@ def test_the_bytes_of_words_have_their_space_and_special_tokens_are_their_names(
         (b"", "sentencepiece"),
     ],
 )
-def test_a_tokenizer_model_alone_names_the_package_that_reads_it(tmp_path, monkeypatch, content, package):
+def test_tokenizer_model_alone_names_the_missing_package(tmp_path, monkeypatch, content, package):
     (tmp_path / "tokenizer.model").write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -447,7 +447,7 @@ def test_a_tokenizer_model_alone_names_the_package_that_reads_it(tmp_path, monke
 
 
 @pytest.mark.parametrize("text", ["a" * 24 + "b", "b" * LONG_TEXT + "a" * 24 + "b"])
-def test_a_pattern_that_takes_too_long_is_an_error_of_that_text(text):
+def test_a_slow_pattern_is_an_error_for_the_text(text):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, "<unk>"))
     pattern = tokenizers.Regex("(a+)+$")
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
@@ -481,7 +481,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized(monkeypatch):
     assert encode_prompts(tokenizer, [text, text[:9]]) == [[1, 2] * LONG_TEXT, [1, 2, 1, 2, 1, 2, 1, 2, 1]]
 
 
-def test_a_config_that_is_far_too_large_is_refused_at_once(tmp_path):
+def test_a_far_too_large_config_is_refused_quickly(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": list(range(10**6))}))
     for load in (load_tokenizer, read_config):

@@ -149,7 +149,7 @@ def test_a_tied_head_and_rotary_buffers_are_not_read(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_head_with_other_values_than_the_embedding_is_kept_apart(tmp_path, monkeypatch, caplog, dtype, shards):
+def test_a_head_with_values_of_its_own_is_kept(tmp_path, monkeypatch, caplog, dtype, shards):
     monkeypatch.setattr(weights, "_COMPARED_ROWS", 4)
     tensors = random_tensors(dtype)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
@@ -198,7 +198,7 @@ LAYOUTS = {  # changes of CONFIG → the other layout
 
 
 @pytest.mark.parametrize("name", campaign_except(LAYOUTS, "joint experts", slow=["not tied, without model."]))
-def test_other_layouts_of_transformers_are_read_as_the_usual_one(tmp_path, name):
+def test_all_transformers_layouts_give_the_same_parameters(tmp_path, name):
     changes, changed = LAYOUTS[name]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
     config = read_config(tmp_path)
@@ -216,7 +216,7 @@ def test_other_layouts_of_transformers_are_read_as_the_usual_one(tmp_path, name)
 
 
 @pytest.mark.parametrize("beginning", ["_orig_mod.", "base_model.model.", "module."])
-def test_the_tensors_of_a_wrapper_are_refused_by_their_beginning(tmp_path, beginning):
+def test_wrapped_models_are_refused_by_their_tensor_names(tmp_path, beginning):
     write_folder(tmp_path, {beginning + name: tensor for name, tensor in random_tensors().items()})
     message = (
         rf"the tensors' names begin with '{beginning}', as in '{beginning}lm_head.weight'.* Save the model inside it"
@@ -231,13 +231,13 @@ def test_a_tensor_under_two_names_is_refused(tmp_path):
         load_pretrained(tmp_path)
 
 
-def test_a_head_of_another_shape_than_the_embedding_is_refused(tmp_path):
+def test_a_head_of_a_different_shape_is_refused(tmp_path):
     tensors = random_tensors() | {"lm_head.weight": np.ones((12, 8), np.float32)}
     with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' has shape \(12, 8\), but config"):
         load_pretrained(write_folder(tmp_path, tensors, tie_word_embeddings=True))
 
 
-def test_of_a_hub_name_the_weights_are_fetched_where_they_may_have_a_head_of_their_own(tmp_path, monkeypatch):
+def test_hub_weights_are_read_to_detect_an_untied_head(tmp_path, monkeypatch):
     write_folder(tmp_path, random_tensors(), tie_word_embeddings=True)
     (tmp_path / "model.safetensors").rename(tmp_path / "later")
 
@@ -571,7 +571,7 @@ def test_shard_errors(tmp_path):
         load_pretrained(tmp_path)
 
 
-def test_an_adapter_next_to_a_model_is_refused_before_the_weights_are_read(tmp_path):
+def test_an_adapter_beside_a_model_is_refused_early(tmp_path):
     write_folder(tmp_path, random_tensors())
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")

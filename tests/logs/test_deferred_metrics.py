@@ -41,7 +41,7 @@ ALONE = ["training.checkpoint_every=100", "evaluation.every=0"]
     ],
     ids=["alone", "both", "checkpoints", "evaluations", "record"],
 )
-def test_an_update_is_read_once_the_next_is_dispatched_or_where_somebody_needs_it(tiny, monkeypatch, options, order):
+def test_updates_are_read_after_the_next_dispatch(tiny, monkeypatch, options, order):
     seen = []
 
     def are_metrics(tree):
@@ -65,7 +65,7 @@ def test_an_update_is_read_once_the_next_is_dispatched_or_where_somebody_needs_i
     assert [row["step"] for row in rows] == list(range(8))
 
 
-def test_rows_are_those_of_a_run_that_reads_each_at_once(tiny, monkeypatch):
+def test_deferred_rows_equal_rows_read_at_once(tiny, monkeypatch):
     late = count(tiny("late", "evaluation.every=0"))
     hold = MetricsWriter.hold
     monkeypatch.setattr(MetricsWriter, "hold", lambda rows, row: (hold(rows, row), rows.settle()))
@@ -88,7 +88,7 @@ def dies_at(monkeypatch, at):
     monkeypatch.setattr(loop, "next_groups", fails)
 
 
-def test_a_row_that_waits_is_written_when_the_next_step_fails(tiny, monkeypatch):
+def test_a_held_row_survives_a_failing_step(tiny, monkeypatch):
     config = tiny("run", *ALONE)
     dies_at(monkeypatch, 5)
     with pytest.raises(ValueError, match="no batch"):
@@ -96,7 +96,7 @@ def test_a_row_that_waits_is_written_when_the_next_step_fails(tiny, monkeypatch)
     assert [row["step"] for row in read_metrics(Path(config.output) / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
-def test_a_step_that_is_not_finite_is_named_though_the_next_one_fails(tiny, monkeypatch):
+def test_a_step_without_finite_numbers_is_named(tiny, monkeypatch):
     config = tiny("run", *ALONE)
     dies_at(monkeypatch, 5)
     with pytest.raises(FloatingPointError, match=r"step 4: .*checkpoint is of step 0") as failure:
@@ -106,7 +106,7 @@ def test_a_step_that_is_not_finite_is_named_though_the_next_one_fails(tiny, monk
 
 
 @pytest.mark.parametrize("at", [6, *slow(4, 5, 7)])
-def test_nothing_of_a_step_that_is_not_finite_is_kept(tiny, at):
+def test_a_step_without_finite_numbers_leaves_nothing(tiny, at):
     """Of steps 3 and 6 there are checkpoints, of 5 and 7 evaluations, and of 4 neither."""
     config = tiny("run", "evaluation.every=5")
     with pytest.raises(FloatingPointError, match=rf"step {at}: "):
@@ -126,7 +126,7 @@ def test_tokens_of_probability_zero_end_the_run(tiny):
 
 
 @pytest.mark.slow
-def test_tokens_of_probability_zero_are_counted_where_they_are_dropped(tiny, monkeypatch):
+def test_dropped_tokens_of_probability_zero_are_counted(tiny, monkeypatch):
     config, update = tiny("run", *ALONE, "training.impossible_tokens=drop", "training.steps=2"), learner.update
 
     def with_impossible(state, batch, *args, **options):
@@ -142,7 +142,7 @@ def test_tokens_of_probability_zero_are_counted_where_they_are_dropped(tiny, mon
         assert all(np.isfinite(value) for value in row.values() if isinstance(value, float))
 
 
-def test_an_update_that_is_refused_draws_nothing_into_a_record(tiny):
+def test_a_refused_update_draws_nothing_into_a_record(tiny):
     config = tiny("run", *ALONE, "experience={record: true}")
     # Weights so large need not draw numbers that the store would refuse.
     with pytest.raises(FloatingPointError, match="step 1: update_norm = inf"):
@@ -150,7 +150,7 @@ def test_an_update_that_is_refused_draws_nothing_into_a_record(tiny):
     assert {row.policy_version for row in read_columns(Path(config.output) / "experience.db")} == {0}
 
 
-def test_a_device_is_idle_from_the_end_of_its_last_program_to_the_next_call():
+def test_a_device_is_idle_between_its_programs():
     now = [0.0]
     clock = DeviceClock(lambda: now[0])
 
@@ -192,7 +192,7 @@ class Scripted:
         return self
 
 
-def test_rows_say_how_long_the_device_waited_for_the_host(tiny, monkeypatch):
+def test_rows_have_the_devices_idle_seconds(tiny, monkeypatch):
     """A host that takes a second between the update's end and the next call, by a clock that nothing else moves."""
     now = [0.0]
     monkeypatch.setattr(DeviceClock, "__init__", functools.partialmethod(DeviceClock.__init__, lambda: now[0]))

@@ -16,7 +16,7 @@ CLIPPED = ["algorithm.preset=rec_one_side_nois", "algorithm.clip={epsilon_high: 
 
 
 def kept(config) -> dict[int, list[dict]]:
-    files = sorted(kept_samples.folder_of(Path(config.output)).glob("*.jsonl"))
+    files = sorted(kept_samples.samples_folder(Path(config.output)).glob("*.jsonl"))
     return {int(file.stem): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
 
@@ -31,7 +31,7 @@ def rows(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_first_groups_of_the_first_step_and_of_every_third(rows):
+def test_first_groups_are_kept_every_third_step(rows):
     config, found = rows
     assert [*found] == [1, 3, 6]
     for step, lines in found.items():
@@ -43,7 +43,7 @@ def test_the_first_groups_of_the_first_step_and_of_every_third(rows):
 
 
 @pytest.mark.slow
-def test_tokens_have_the_ratio_and_the_clip_of_the_update(rows):
+def test_kept_tokens_have_the_updates_ratio_and_clip(rows):
     _, found = rows
     for line in found[1]:  # sampled by these very weights
         np.testing.assert_allclose(line["probability_now"], line["probability"], rtol=2e-3)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from recjax.analysis.collect import read_folders
 from recjax.logs.metrics import MetricsWriter, read_metrics
-from recjax.logs.signs import steps_of_signs
+from recjax.logs.warnings import warning_steps
 from recjax.plots.style import finish
 from recjax.plots.training import draw_experience, draw_training
 from recjax.samples import sample_page
@@ -46,7 +46,7 @@ def finite(row: dict) -> dict:
     return {name: value for name, value in row.items() if isinstance(value, dict) or math.isfinite(value)}
 
 
-def test_numbers_that_are_not_finite_are_null_and_their_readers_leave_them_out(tmp_path):
+def test_numbers_that_are_not_finite_become_null(tmp_path):
     path = written(tmp_path)
     rows = [strictly(line) for line in path.read_text().splitlines()]
     assert rows[1]["reward"] is rows[1]["accuracy"] is rows[1]["ratio/q01"] is None and rows[1]["entropy"] == 1.0
@@ -125,8 +125,8 @@ def test_a_single_batch_of_two_sources_is_visible(monkeypatch, tmp_path):
 def test_the_picture_says_where_a_run_collapses(monkeypatch, tmp_path):
     changes = [{"effective_sample_size": size, "reward": 0.1 * size} for size in (0.9, *[0.1] * 9)]
     rows = [{"step": step} | ON_POLICY | change for step, change in enumerate(changes, 1)]
-    signs = steps_of_signs(rows)
-    assert signs == {"effective sample size below 0.2": 6} and steps_of_signs(rows[:5]) == {}
+    signs = warning_steps(rows)
+    assert signs == {"effective sample size below 0.2": 6} and warning_steps(rows[:5]) == {}
     panels = drawn(monkeypatch, draw_training, changes, tmp_path, signs)
     assert panels["title"] == "run\nfrom step 6 (dotted line): effective sample size below 0.2"
     for axes in (panels["reward"], panels["entropy of π"]):
@@ -135,7 +135,7 @@ def test_the_picture_says_where_a_run_collapses(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("rewards", [[-7.0, 2.75, 0.5], [1e9, 3e9, 2e9], [0.0, 0.0, 0.0], [-3.0]])
-def test_the_picture_of_a_run_shows_every_reward_beside_its_legend(monkeypatch, tmp_path, rewards):
+def test_a_runs_figure_shows_rewards_beside_its_legend(monkeypatch, tmp_path, rewards):
     changes = [{"reward": reward, "evaluation/reward": reward} for reward in rewards]
     axes = drawn(monkeypatch, draw_training, changes, tmp_path)["reward"]
     low, high = axes.get_ylim()

@@ -74,7 +74,7 @@ def test_the_page_has_every_metric_of_the_code():
 
 
 @pytest.mark.slow
-def test_the_page_has_every_metric_of_a_run_and_no_other(tiny):
+def test_the_page_lists_exactly_a_runs_metrics(tiny):
     options = [
         "experience={replay: {}}",
         "evaluation.initial_kl=true",

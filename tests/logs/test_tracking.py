@@ -60,7 +60,7 @@ def tracked(tiny, monkeypatch, module) -> list[dict]:
     return count(tiny("run", *SHORT, "tracking.wandb={project: sums, tags: [one]}"))
 
 
-def test_a_tracker_gets_every_row_the_config_figures_and_samples(tiny, monkeypatch):
+def test_a_tracker_gets_rows_config_figures_and_samples(tiny, monkeypatch):
     module = Fake()
     rows = tracked(tiny, monkeypatch, module)
     assert module.options["project"] == "sums" and module.options["tags"] == ["one"] and module.options["name"] == "run"
@@ -96,7 +96,7 @@ def test_trackers_get_the_completions_that_a_run_keeps(tiny, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("fails_at", [-1, 2, *slow(0, 3)])
-def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(tiny, monkeypatch, caplog, fails_at):
+def test_a_failing_tracker_warns_once_and_stops_nothing(tiny, monkeypatch, caplog, fails_at):
     rows = tracked(tiny, monkeypatch, Fake(fails_at))
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     said = [record.getMessage() for record in caplog.records if "tracking.wandb" in record.getMessage()]
@@ -109,7 +109,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(tiny, monkeypatch, caplog):
     assert "it did not log its remaining rows within 0.1 s" in caplog.text
 
 
-def test_a_run_that_goes_on_is_the_same_run_for_its_trackers(tiny, monkeypatch, tmp_path):
+def test_trackers_continue_a_resumed_run(tiny, monkeypatch, tmp_path):
     config = tiny("run", "training.steps=4", "evaluation.every=0", "evaluation.problems=4", "tracking.wandb={}")
     made = []
     for learner in (killed(at=4), None):
@@ -128,7 +128,7 @@ class ByName(Fake):
         return super().init(project=project, name=name, config=config, resume=resume)
 
 
-def test_trackers_know_a_run_by_its_folder_wherever_it_lies_and_each_run_by_another_id(tiny, tmp_path):
+def test_trackers_identify_a_run_by_its_folder(tiny, tmp_path):
     def options(folder, module, **given):
         feed = tracking._Feed("wandb", functools.partial(tracking._ModuleRun, module, tiny(folder), given))
         feed.put("finish")
@@ -148,7 +148,7 @@ def test_trackers_know_a_run_by_its_folder_wherever_it_lies_and_each_run_by_anot
     assert options("two", Fake(), project="sums")["id"] != first["id"]
 
 
-def test_a_module_that_is_missing_is_an_error_before_work(tiny, monkeypatch):
+def test_a_missing_tracker_module_is_an_early_error(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="tracking.wandb: .*; pip install wandb, or remove the block"):
         count(tiny("run", *SHORT, "tracking.wandb={project: sums}"))
@@ -177,7 +177,7 @@ def events_in(folder):
     return found
 
 
-def test_scalars_come_by_step_after_the_mark_that_ends_earlier_files(tmp_path):
+def test_scalars_follow_the_mark_that_ends_earlier_files(tmp_path):
     board = TensorBoard(tmp_path / "tensorboard")
     board.log({"loss": 0.5, "ratio/max": 2}, step=3)
     board.log({"loss": float("nan")}, step=4)
@@ -189,7 +189,7 @@ def test_scalars_come_by_step_after_the_mark_that_ends_earlier_files(tmp_path):
     assert (third.step, fourth.step) == (3, 4)
 
 
-def test_texts_come_by_step_as_the_text_plugin_reads_them(tmp_path):
+def test_texts_have_the_text_plugins_form(tmp_path):
     board = TensorBoard(tmp_path / "tensorboard")
     board.log_text("samples", "**1**, α", step=7)
     board.finish()
@@ -199,7 +199,7 @@ def test_texts_come_by_step_as_the_text_plugin_reads_them(tmp_path):
     assert value.metadata.plugin_data.plugin_name == "text" and value.tensor.string_val == ["**1**, α".encode()]
 
 
-def test_a_full_disk_ends_tensorboard_with_a_warning_and_no_hang(tiny, monkeypatch, caplog):
+def test_a_full_disk_ends_tensorboard_with_a_warning(tiny, monkeypatch, caplog):
     def full(*args):
         raise OSError(28, "No space left on device")
 

@@ -109,7 +109,7 @@ def test_rows_beyond_the_models_context_are_warned_of(tiny, tmp_path, no_activat
     assert bool(warning) == ("max_position_embeddings" in caplog.text) and warning in caplog.text
 
 
-def test_without_tokenizer_or_prompt_limit_the_rest_is_still_told(tiny, tmp_path, no_weights, capsys):
+def test_a_missing_tokenizer_hides_only_its_own_facts(tiny, tmp_path, no_weights, capsys):
     config = tiny(*published(tmp_path / "model", "Qwen2.5-1.5B-Instruct"))
     result = dry_run(config)
     assert result.prompt_tokens is None and {item.phase for item in result.memory} == {"always"}
@@ -120,7 +120,7 @@ def test_without_tokenizer_or_prompt_limit_the_rest_is_still_told(tiny, tmp_path
     assert "54 problems to train on" in printed and "in all" not in printed
 
 
-def test_the_rest_is_told_where_the_network_does_not_bring_the_model(tiny, tmp_path, no_weights, monkeypatch, capsys):
+def test_a_missing_model_hides_only_its_own_facts(tiny, tmp_path, no_weights, monkeypatch, capsys):
     def unreachable(*args, **options):
         raise OSError("no network here")
 
@@ -143,7 +143,7 @@ def test_the_rest_is_told_where_the_network_does_not_bring_the_model(tiny, tmp_p
         *campaign([], ["model.freeze=[embedding]"]),
     ],
 )
-def test_memory_that_is_always_there_is_that_of_a_real_run(tiny, options, no_activations):
+def test_resident_memory_equals_a_real_runs(tiny, options, no_activations):
     config = tiny(*options, "regime.sync_interval=2")
     result, (run, params) = dry_run(config), prepare(config)
     no_activations()
@@ -181,7 +181,7 @@ def test_each_older_version_of_frozen_seats_has_a_copy(tiny, no_activations, pla
 
 
 @pytest.mark.parametrize(("device", "layers", "copies"), [("h100-80", 2, 1), ("h100-80", 33, 0), ("v5e-16", 2, 0)])
-def test_a_gpu_has_a_copy_of_few_layers_which_it_unrolls(tiny, no_activations, device, layers, copies):
+def test_a_gpu_copies_the_few_layers_it_unrolls(tiny, no_activations, device, layers, copies):
     no_activations()
     sizes = f"hidden_size: 256, num_layers: {layers}, num_heads: 4, num_kv_heads: 4, intermediate_size: 512"
     config = tiny(f"model.decoder={{{sizes}}}", "model.dtype=bfloat16")
@@ -221,7 +221,7 @@ def test_keys_and_values_are_those_of_the_sampler(tiny):
 
 
 @pytest.mark.slow
-def test_memory_of_the_update_is_about_what_the_compiler_plans(tiny):
+def test_update_memory_is_close_to_the_compilers_plan(tiny):
     shape = "{hidden_size: 64, num_layers: 4, num_heads: 4, num_kv_heads: 2, intermediate_size: 256}"
     sizes = ["rollout.max_completion_tokens=48", "rollout.group_size=8", "training.micro_batch_prompts=2"]
     config = tiny(f"model.decoder={shape}", *sizes)
@@ -284,7 +284,7 @@ def test_the_staleness_schedule_is_that_of_the_loop(tiny, regime, monkeypatch):
 
 
 @pytest.mark.slow
-def test_several_updates_of_a_batch_age_it_step_by_step(tiny, capsys):
+def test_several_updates_age_a_batch_by_steps(tiny, capsys):
     updates = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=60"]
     config = tiny(*updates, "regime.sync_interval=3", "regime.sync_offset=2")
     result, ahead = dry_run(config), iter(simulated(config))
@@ -354,7 +354,7 @@ def test_a_config_that_could_not_run_is_status_2(tiny, tmp_path, capsys, no_acti
         ("model.reference=models/none", "error: model 'models/none': is no local folder.*give a local folder with"),
     ],
 )
-def test_a_run_without_its_model_or_data_is_not_shown_as_one_to_start(
+def test_missing_model_or_data_gives_status_1(
     tiny, tmp_path, monkeypatch, capsys, no_activations, device, missing, remedy
 ):
     def unreachable(*args, **options):
@@ -375,7 +375,7 @@ def test_a_run_without_its_model_or_data_is_not_shown_as_one_to_start(
     assert re.search(remedy, errors) and "to run it" not in printed and "staleness" in printed
 
 
-def test_a_run_that_does_not_fit_is_told_what_needs_less(tiny, tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_too_large_names_remedies(tiny, tmp_path, monkeypatch, capsys):
     tiny()
     path, last = str(tmp_path / "tiny.yaml"), None
     for size, device, status, said in (
@@ -433,7 +433,7 @@ def untraced(monkeypatch):
     monkeypatch.setattr(planning, "_activations", lambda *arguments: 1000)
 
 
-def test_a_run_that_needs_more_memory_than_there_is_is_warned(tiny, caplog, package_logger, untraced, monkeypatch):
+def test_a_run_beyond_the_memory_is_warned(tiny, caplog, package_logger, untraced, monkeypatch):
     package_logger.propagate = True
     config = tiny()
     with jax.set_mesh(make_mesh(config.mesh, jax.devices()[:1])):

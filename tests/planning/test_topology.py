@@ -22,7 +22,7 @@ from recjax.planning.targets import (
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
-def test_host_is_the_devices_here_and_an_equal_share_of_the_memory():
+def test_host_means_the_devices_of_this_machine():
     target = load_target("host")
     assert list(target.devices) == jax.devices() and len(target.devices) == 4
     with open("/proc/meminfo") as file:
@@ -34,7 +34,7 @@ def test_host_is_the_devices_here_and_an_equal_share_of_the_memory():
     "name",
     ["v5e", "v5e:3x4", "v5e:4x4x1", "v9:2x2", "V5E:4x4", "", "gpu", "v4:4x4", "h100", "h100:3", "a100:8", "h100-40:8"],
 )
-def test_an_unknown_topology_is_refused_with_those_that_are_known(name):
+def test_an_unknown_topology_is_refused_with_the_names(name):
     with pytest.raises(
         ValueError, match=r"--topology .* unknown; give host, .*v5e: 1x1 2x2.*v4: 1x1x1.*h100-80 .*1 2 4 8"
     ):
@@ -108,7 +108,7 @@ def test_a_slice_may_have_googles_name():
     assert larger_slices("v5p-512")[0] == "v5p:8x8x8"
 
 
-def test_larger_slices_are_of_the_same_generation_and_have_more_chips():
+def test_larger_slices_have_more_chips_of_the_generation():
     def chips(name):
         total = 1
         for length in name.split(":")[1].split("x"):
@@ -125,7 +125,7 @@ def test_larger_slices_are_of_the_same_generation_and_have_more_chips():
 
 @pytest.mark.campaign
 @pytest.mark.skipif(not LIBTPU, reason='needs libtpu, of pip install -e ".[tpu]"; no TPU')
-def test_every_slice_has_a_device_a_chip_and_a_program_too_large_is_told_the_memory_of_the_table():
+def test_every_slice_has_the_tables_chips_and_memory():
     for generation, chip in CHIPS.items():
         for shape in chip.slices:
             lengths = [int(length) for length in shape.split("x")]

@@ -47,7 +47,7 @@ def printed_lines(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path):
+def test_a_run_without_a_terminal_prints_its_lines(tmp_path):
     lines = printed_lines(tmp_path)
     table = next(index for index, line in enumerate(lines) if "run: 4 steps" in line)
     last = lines[table - 1]
@@ -69,7 +69,7 @@ def test_without_a_terminal_a_run_prints_its_own_lines_and_nothing_else(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--verbosity=0"]])
-def test_a_run_whose_log_nobody_reads_any_more_trains_to_its_end(tmp_path, arguments, ended):
+def test_a_run_trains_on_when_its_reader_leaves(tmp_path, arguments, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     command = ["-m", "recjax.train", "--config", "tiny.yaml", "output=run [/x]", "training.steps=4", *arguments]
     process = Command(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -113,7 +113,7 @@ app.run(main)
 
 
 @pytest.mark.parametrize("closed", [["stdout"], ["stderr"], ["stdout", "stderr"]])
-def test_nothing_that_prints_ends_a_command_whose_reader_has_gone(tmp_path, closed):
+def test_printing_to_a_closed_pipe_ends_nothing(tmp_path, closed):
     (tmp_path / "prints.py").write_text(PRINTS)
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stdin": subprocess.PIPE, "text": True}
     pipes = {name: subprocess.PIPE if name in closed else subprocess.DEVNULL for name in ("stdout", "stderr")}
@@ -133,7 +133,7 @@ def test_streams_that_were_closed_at_the_start_end_nothing(tmp_path):
     assert done.returncode == 0 and (tmp_path / "done").exists()
 
 
-def test_a_full_disk_is_not_taken_for_a_reader_that_has_gone(monkeypatch):
+def test_a_full_disk_is_no_closed_pipe(monkeypatch):
     class Full(io.StringIO):
         def write(self, text):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -144,7 +144,7 @@ def test_a_full_disk_is_not_taken_for_a_reader_that_has_gone(monkeypatch):
         print("x")
 
 
-def test_files_that_cannot_be_used_are_errors_of_one_line(monkeypatch, tmp_path):
+def test_unusable_files_are_errors_of_one_line(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "x", tmp_path / "none" / "x", tmp_path):
 
@@ -157,7 +157,7 @@ def test_files_that_cannot_be_used_are_errors_of_one_line(monkeypatch, tmp_path)
         logging.disable(logging.NOTSET)
 
 
-def test_a_wrong_flag_is_an_error_of_one_line_with_the_commands_usage(tmp_path):
+def test_a_wrong_flag_is_an_error_with_the_usage(tmp_path):
     for arguments, problem in {
         "train my.yaml": "--config is missing; the command is python -m recjax.train --config ",
         "train --config my.yaml --steps 5": "Unknown command line flag 'steps'; the command is python -m recjax.train ",
@@ -210,7 +210,7 @@ def test_messages_are_plain_and_warnings_begin_with_the_word(package_logger, cap
     assert capsys.readouterr().err == ""
 
 
-def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package_logger, monkeypatch):
+def test_terminal_messages_stand_above_the_bar(package_logger, monkeypatch):
     terminal = Stream(True)
     monkeypatch.setattr(sys, "stderr", terminal)
     console.configure_logging()
@@ -221,7 +221,7 @@ def test_a_message_on_a_terminal_has_a_line_of_its_own_above_the_bar(package_log
     assert before.endswith("\r") and after.startswith("\rgrpo   0%|")
 
 
-def test_a_long_description_leaves_room_for_two_fields_at_80_columns(monkeypatch):
+def test_a_long_description_leaves_two_fields_visible(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -235,7 +235,7 @@ def test_a_long_description_leaves_room_for_two_fields_at_80_columns(monkeypatch
 
 
 @pytest.mark.parametrize(("columns", "fields"), [(60, 1), (80, 3), (130, 5)])
-def test_fields_leave_room_for_the_bar_and_the_first_unit_says_nothing_of_the_time_left(monkeypatch, columns, fields):
+def test_bar_fits_the_terminal_and_ignores_the_first_unit(monkeypatch, columns, fields):
     terminal, clock = Stream(True), [0.0]
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
@@ -254,7 +254,7 @@ def test_fields_leave_room_for_the_bar_and_the_first_unit_says_nothing_of_the_ti
     assert len(last.split("|")[1]) >= 10
 
 
-def test_without_a_terminal_a_bar_is_a_line_every_ten_seconds_and_one_at_the_end(capsys, monkeypatch):
+def test_a_bar_without_a_terminal_is_occasional_lines(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     with console.progress_bar("grpo", 200, initial=20, unit="step") as bar:

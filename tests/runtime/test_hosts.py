@@ -132,7 +132,7 @@ def test_a_port_in_use_is_refused(port):
     assert "process 0 cannot listen at this port ([Errno 98] Address already in use" in error
 
 
-def test_processes_that_jax_finds_and_that_do_not_come_end_with_a_line(monkeypatch):
+def test_missing_processes_end_with_one_line(monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **timeouts: ended.wait(20))
     monkeypatch.setattr(hosts, "MEETING_SECONDS", 0.1)
@@ -230,7 +230,7 @@ with hosts.connected(coordinator, 2, int(number)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["connected", "unconnected", "killed"])
-def test_a_late_process_is_waited_for_and_a_lost_one_is_named(tmp_path, ended, what):
+def test_late_processes_are_awaited_and_lost_ones_named(tmp_path, ended, what):
     ended += (started := two_of(tmp_path, ["-c", LATE, what]))
     codes = [process.wait(120) for process in started]
     if what == "connected":
@@ -243,7 +243,7 @@ def test_a_late_process_is_waited_for_and_a_lost_one_is_named(tmp_path, ended, w
 
 
 @pytest.mark.slow
-def test_two_processes_are_as_one_and_go_on_after_one_was_killed(tmp_path, ended):
+def test_two_processes_equal_one_and_resume_after_kills(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     metrics = tmp_path / "two" / "metrics.jsonl"
     # Small steps: Adam turns rounding into steps, which add up.
@@ -298,7 +298,7 @@ def test_sigterm_to_one_process_stops_both_after_one_step(tmp_path, ended):
 
 
 @pytest.mark.campaign
-def test_two_processes_evaluate_and_fill_a_store_as_one_does(tmp_path, ended):
+def test_two_processes_evaluate_and_sample_as_one(tmp_path, ended):
     (tmp_path / "tiny.yaml").write_text(TINY)
     config = load_config(tmp_path / "tiny.yaml", OPTIONS)
 
@@ -461,7 +461,7 @@ def test_processes_may_differ_in_output_alone(monkeypatch, tmp_path):
     assert errors[0] == errors[1] and expected in errors[0]
 
 
-def test_what_is_shared_out_is_computed_once_and_in_order(monkeypatch):
+def test_shared_work_is_computed_once_and_in_order(monkeypatch):
     computed = []
 
     def squares(numbers, first):
@@ -480,7 +480,7 @@ def test_what_is_shared_out_is_computed_once_and_in_order(monkeypatch):
     assert hosts.shared_out(squares, things[:4]) == [9, 1, 16, 1] and computed[-1] == (0, 4)
 
 
-def test_shares_are_of_one_size_and_everything_is_in_one(monkeypatch):
+def test_shares_have_equal_sizes_and_cover_everything(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     things, shares = np.arange(5) * 10, []
     for number in range(3):
@@ -491,7 +491,7 @@ def test_shares_are_of_one_size_and_everything_is_in_one(monkeypatch):
     np.testing.assert_array_equal(hosts.gathered(shares[0], 5), things)
 
 
-def test_late_answers_are_read_a_call_after_they_were_asked_for(monkeypatch):
+def test_late_answers_arrive_one_call_later(monkeypatch):
     """What is read has been asked for before the update that is under way, so nobody waits for that."""
     done = []
 

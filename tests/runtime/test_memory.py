@@ -55,7 +55,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, "arena_max" i
 
 
 @pytest.mark.skipif(not host_memory.has_glibc(), reason="needs glibc")
-def test_a_command_reuses_freed_memory_and_a_library_changes_nothing():
+def test_only_commands_change_how_memory_is_freed():
     environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
     for program, is_command in ((AS_COMMAND, True), ("import recjax", False)):
         command = [sys.executable, "-c", f"{program}\n{REUSED}"]

@@ -59,7 +59,7 @@ def test_what_a_call_starts_ends_with_its_worker(pids, then, reason):
     assert leftovers.alive(pids) == [] == leftovers.alive(others)
 
 
-def test_what_a_call_starts_ends_when_the_program_is_killed_alone(pids):
+def test_a_killed_program_takes_its_calls_along(pids):
     with Workers(1, 20.0, "tests.leftovers") as workers:
         assert workers.call(leftovers.leave, pids, "return").result() == "left"
         os.kill(workers._program.pid, signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_child_that_a_call_forks_answers_no_calls():
 
 
 @pytest.mark.slow
-def test_a_program_that_still_imports_ends_with_a_killed_parent(tmp_path):
+def test_an_importing_program_ends_with_its_parent(tmp_path):
     (tmp_path / "slow_module.py").write_text(
         "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(1000)\n"
     )

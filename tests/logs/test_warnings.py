@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recjax.logs.metrics import batch_metrics, task_metrics
-from recjax.logs.signs import Watched, look, steps_of_signs
+from recjax.logs.warnings import WarningState, new_warnings, warning_steps
 from tests.training.counting import Altered, CountingLearner, count, prepared_batch
 from tests.training.test_update import make_batch
 
@@ -21,10 +21,11 @@ FAR = {"effective_sample_size": 0.1, "staleness": 9.0}
 
 def warnings(*changes: dict) -> list[tuple[int, str]]:
     """(step, warning) of all warnings about steps that differ from ROW in `changes`."""
-    watched, said = Watched(), []
+    state = WarningState()
+    said = []
     for step, change in enumerate(changes, 1):
         row = {name: value for name, value in (ROW | change).items() if value is not None}
-        watched, texts = look(watched, row | {"step": step})
+        state, texts = new_warnings(state, row | {"step": step})
         said += [(step, text) for text in texts]
     return said
 
@@ -77,7 +78,7 @@ def test_all_signs_of_a_run_are_said():
     assert [text.split()[0] for text in texts] == ["steps", "the", "step"]
 
 
-def test_a_run_says_its_signs_once_and_a_command_that_resumes_it_again(tiny, caplog):
+def test_each_command_gives_a_warning_once(tiny, caplog):
     def sample(*arguments):
         return prepared_batch(*arguments, reward=0.0)
 
@@ -129,4 +130,4 @@ def test_rows_without_numbers_have_their_signs_too():
     unknown = {"reward", "accuracy", "truncated"}
     rows = [ROW | SILENT, ROW | SILENT, ROW | SILENT, ROW | MASKED]
     rows = [{name: row[name] for name in row.keys() - unknown} | {"step": step} for step, row in enumerate(rows, 1)]
-    assert sorted(steps_of_signs(rows).values()) == [3, 4]
+    assert sorted(warning_steps(rows).values()) == [3, 4]
