@@ -20,6 +20,7 @@ from recjax.hub.policy import Policy
 from recjax.logs.log import RunLog
 from recjax.logs.metrics import MetricsWriter, step_bar
 from recjax.logs.tracking import Trackers
+from recjax.logs.warnings import WarningState, new_warnings
 from recjax.models.trainable import fingerprint, flatten, is_adapter
 from recjax.rollout.compiling import BackgroundCompiler
 from recjax.runs import checkpoint
