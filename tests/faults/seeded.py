@@ -214,13 +214,13 @@ FAULTS = {
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",
         "recjax/sources/sampling.py",
-        "[number % _TOGETHER]",
+        "[number % _BLOCK]",
         "[0]",
         (_KEYS,),
     ),
     "rounds-recorded-twice": Fault(
         "a resumed run records a batch that the record already holds",
-        "recjax/sources/stored.py",
+        "recjax/sources/recording.py",
         'if records and not store.numbers("id", [records[0].completion.id]):',
         "if records:",
         (f"{_FED}::test_what_is_drawn_is_recorded_once_and_reads_as_a_store",),

@@ -21,7 +21,7 @@ from recjax.experience.group import Row
 from recjax.hub.export import export_model, write_base
 from recjax.logs.metrics import read_metrics
 from recjax.models.decoder import Decoder, abstract_params
-from recjax.remote import dialects, server
+from recjax.remote import dialects, pushing, server
 from recjax.remote import sampler as engine_sampler
 from recjax.remote.client import LostWeightsError, RemoteEngine
 from recjax.remote.sampler import EngineSampler
@@ -361,8 +361,8 @@ def test_vllm_gets_the_output_layer_of_tied_embeddings_by_name(config, tmp_path,
     shape = dataclasses.replace(policy.decoder.config, **changes)
     policy = policy._replace(decoder=Decoder(shape))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), abstract_params(shape))
-    monkeypatch.setattr(engine_sampler, "write_base", lambda *_: None)
-    monkeypatch.setattr(engine_sampler, "export_model", lambda *values: folders.append(values))
+    monkeypatch.setattr(pushing, "write_base", lambda *_: None)
+    monkeypatch.setattr(pushing, "export_model", lambda *values: folders.append(values))
     replies = {"/update_weights_from_disk": lambda body: (405, None), "/weight_info": {}}
     with scripted_engine(api, config, policy, replies, []) as url:
         rollout = config.rollout.model_copy(update={"engine": EngineConfig(url=url, folder=str(tmp_path))})
@@ -439,11 +439,11 @@ def test_a_server_samples_issued_batches_in_order_each_with_the_weights_of_its_i
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
         batches = BatchSampler(config, policy, prompts, None, None)
         with EngineSampler(batches, {"frozen": np.ones(1)}) as sampler:
-            sampler.replace_weights(0, lambda: {"trained": np.zeros(1)})
+            sampler.offer_weights(lambda: {"trained": np.zeros(1)}, 0)
             sampler.issue(1)
             sampler.issue(2)
-            sampler.replace_weights(0, lambda: pytest.fail("it has this version"))
-            sampler.replace_weights(3, lambda: {"trained": np.full(1, 3.0)})
+            sampler.offer_weights(lambda: pytest.fail("it has this version"), 0)
+            sampler.offer_weights(lambda: {"trained": np.full(1, 3.0)}, 3)
             sampler.issue(3)
             assert sampler.in_flight == {1: 0, 2: 0, 3: 3}
             received = []

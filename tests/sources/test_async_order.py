@@ -15,9 +15,11 @@ from recjax.config import RegimeConfig
 from recjax.experience.group import token_staleness
 from recjax.experience.queue import Queue, settings_of, take
 from recjax.experience.replay import Entry
+from recjax.rollout.requests import Weights
 from recjax.runs.prepare import prepare
 from recjax.sources import generators
-from recjax.sources.generators import Generators, open_generator
+from recjax.sources.generator import open_generator
+from recjax.sources.generators import Generators
 from recjax.sources.policy import PolicySource
 from recjax.training import loop
 from tests import commands
@@ -48,12 +50,12 @@ class InAnyOrder(Generators):
     def __exit__(self, *exception):
         pass
 
-    def replace_weights(self, version, weights):
+    def offer_weights(self, weights, version):
         self.version, self.weights = version, weights()
 
     def issue(self, number, rates=None):
         self.in_flight[number] = self.version
-        assert len(self.in_flight) <= generators.AT_A_TIME * self._regime.generators
+        assert len(self.in_flight) <= generators.BATCHES_PER_GENERATOR * self._regime.generators
         self.issued.append(number)
 
     def receive(self, wait):
@@ -130,7 +132,8 @@ def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
             assert state.source["in_flight"]
             run = run._replace(source=PolicySource(setup, run.learner, InAnyOrder(config.regime, 1)))
             before = run.source.sampler.issued
-            with run.source.opened(state):
+            with run.source:
+                run.source.restore(state)
                 assert before == state.source["in_flight"]
     assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
 
@@ -200,9 +203,9 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
     run, params = prepare(config)
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
-    come = iter([(3, weights[3]), (5, weights[5]), (9, weights[9]), (5, weights[5])])
+    come = iter([Weights(weights[version], version) for version in (3, 5, 9, 5)])
     with open_generator(config, policy, run.train, run.grading.reward, {}) as sample:
-        groups, grades = sample(1, 3, weights[3], lambda: next(come))
+        groups, grades = sample(weights[3], 3, 1, lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8
     for group in groups:
@@ -226,9 +229,9 @@ def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turn
     run, params = prepare(config)
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
-    come = itertools.chain([(3, weights[3]), (5, weights[5])], itertools.repeat((9, weights[9])))
+    come = (Weights(weights[version], version) for version in itertools.chain([3, 5], itertools.repeat(9)))
     with open_generator(config, policy, run.train, run.grading.reward, {}) as sample:
-        groups, grades = sample(1, 3, weights[3], lambda: next(come))
+        groups, grades = sample(weights[3], 3, 1, lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8 and all(grade.reward is not None for grade in grades)
     for one in completions:

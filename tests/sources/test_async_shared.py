@@ -28,7 +28,7 @@ class InTheFirstProcess(Generators):
         super().__init__(regime, contextlib.nullcontext)
         self.drawn = InAnyOrder(regime, 0)
 
-    def replace_weights(self, version, weights):
+    def offer_weights(self, weights, version):
         self._version = self.drawn.version = version
 
     def _send(self, number, generator):
