@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from recjax.agents.agents import AGENT_FAILURES, Agents
+from recjax.agents.agents import Agents
+from recjax.agents.trials import AGENT_FAILURES
 from recjax.config import Config
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.group import Group

@@ -14,10 +14,12 @@ import pytest
 import tokenizers
 
 from recjax.agents import agents
+from recjax.agents.agent_grades import AgentGrader
 from recjax.agents.agent_policy import AgentPolicy, ContextFull, token_ids
-from recjax.agents.agents import AGENT_FAILURES, Agents, Tried
+from recjax.agents.agents import Agents
 from recjax.agents.named_agents import environment_agent
 from recjax.agents.tools import Call, Tools, parsed_calls, split_calls
+from recjax.agents.trials import AGENT_FAILURES, Trial, root_failure
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Grade, Row, Turn, with_grades
@@ -351,11 +353,11 @@ def test_an_agents_own_client_samples_from_the_policy(made, caplog):
 def test_a_group_with_a_mistake_is_a_mistake():
     full = ContextFull("full")
     for inner, expected in [([full, full], ContextFull), ([full, KeyError("a")], ExceptionGroup)]:
-        assert type(agents.root_failure(ExceptionGroup("group", inner))) is expected
+        assert type(root_failure(ExceptionGroup("group", inner))) is expected
     circle = KeyError("a")
     circle.__cause__ = ValueError("b")
     circle.__cause__.__cause__ = circle
-    assert agents.root_failure(circle) is circle
+    assert root_failure(circle) is circle
 
 
 @pytest.mark.parametrize("prompt", [None, 7, 1.5, [[1, 2]], [1.0, 2.0], [{"role": "user"}], [[1], [2, 3]], []])
@@ -514,17 +516,17 @@ SHAPED = [  # an agent's return value, rewards of its turns, weights, and whethe
 
 
 def test_nothing_that_shapes_an_agents_reward_makes_it_right_or_wrong(made):
-    config, policy, _ = made("one_turn", "task.agent_failure_reward=5.0")
+    config, *_ = made("one_turn", "task.agent_failure_reward=5.0")
     row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
     completion = Completion("a", "policy", "", (row,), None, 0, True, turns=(Turn(0, 3), Turn(0, 6)))
     for returned, turns, weights, right in SHAPED:
         player = SimpleNamespace(rewards=turns, rewarded=sum(turns.values()) if turns else None)
-        tried = [Tried(player, returned, failure, "", "") for failure in (None, "raised")]
+        tried = [Trial(player, returned, failure, "", "") for failure in (None, "raised")]
         rewards = set()
         for chosen in ({}, weights):
             task = config.task.model_copy(update={"reward_weights": chosen})
-            opened = Agents(config.model_copy(update={"task": task}), policy)
-            grades = opened._grades(tried, [completion] * 2, {}, [])
+            opened = AgentGrader(config.model_copy(update={"task": task}))
+            grades = opened.grades(tried, [completion] * 2, {}, [])
             assert [grade.accurate for grade in grades] == [right, None if right is None else False]
             rewards.add(grades[0].reward)
         assert len(rewards) == 2, "the weights have an effect"
@@ -543,37 +545,35 @@ def test_an_evaluation_names_the_remedies_of_its_failures(caplog):
 
 
 def test_weights_of_agents_are_those_of_their_task(made):
-    config, policy, _ = made("one_turn")
+    config, *_ = made("one_turn")
     weights = {"a": {"style": 10, "turns": -5}, "b": {"style": 100}, "c": {"turns": -5}}
     mixture = {name: {"arithmetic": {}, "reward_weights": chosen} for name, chosen in weights.items()}
-    opened = Agents(config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}), policy)
+    opened = AgentGrader(config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}))
     row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
     player = SimpleNamespace(rewards={}, rewarded=None)
     rewards = []
     for task, returned in (("a", {"accuracy": 1, "style": 1}), ("b", {"accuracy": 1, "style": 1}), ("c", None)):
         completion = Completion("a", "policy", "", (row,), None, 0, False, turns=(Turn(0, 6),), metadata={"task": task})
         graded = [Grade(0.0, {"score": 0.0}, False)] if returned is None else []
-        (grade,) = opened._grades([Tried(player, returned, None, "", "")], [completion], {}, graded)
+        (grade,) = opened.grades([Trial(player, returned, None, "", "")], [completion], {}, graded)
         rewards.append(grade.reward)
     assert rewards == [6.0, 101.0, -5.0]
     with pytest.raises(ValueError, match="task.mixture.c.reward_weights.style: unknown part"):
         mixture["c"]["reward_weights"] = {"style": 1.0}
-        opened = Agents(
-            config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}), policy
-        )
-        opened._grades([Tried(player, 1.0, None, "", "")], [completion], {}, [])
+        opened = AgentGrader(config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}))
+        opened.grades([Trial(player, 1.0, None, "", "")], [completion], {}, [])
     with pytest.raises(ValueError, match="task.mixture.b: the agent returns a part 'b'.*rename the task"):
-        opened._grades([Tried(player, {"b": 1.0}, None, "", "")], [completion], {}, [])
+        opened.grades([Trial(player, {"b": 1.0}, None, "", "")], [completion], {}, [])
 
 
 def test_an_agents_part_has_one_weight(made):
-    config, policy, _ = made("one_turn", "algorithm.preset=gdpo")
+    config, *_ = made("one_turn", "algorithm.preset=gdpo")
     row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
     completion = Completion("a", "policy", "", (row,), None, 0, False, turns=(Turn(0, 6),))
-    tried = [Tried(SimpleNamespace(rewards={}, rewarded=None), 1.0, None, "", "")]
-    Agents(config, policy)._grades(tried, [completion], {"format": 0.1}, [])
+    tried = [Trial(SimpleNamespace(rewards={}, rewarded=None), 1.0, None, "", "")]
+    AgentGrader(config).grades(tried, [completion], {"format": 0.1}, [])
     with pytest.raises(ValueError, match="task.reward_weights.score: .* weight 1, and the task's reward .* weight 0;"):
-        Agents(config, policy)._grades(tried, [completion], {"score": 0.0}, [])
+        AgentGrader(config).grades(tried, [completion], {"score": 0.0}, [])
 
 
 @pytest.mark.slow

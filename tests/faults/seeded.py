@@ -515,7 +515,7 @@ FAULTS = {
     ),
     "tasks-agents-of-a-mixture-have-one-weight": Fault(
         "rewards of agents in a mixture are weighed without the weights of their task",
-        "recjax/agents/agents.py",
+        "recjax/agents/agent_grades.py",
         "weights = part_weights(task.reward_weights)",
         "weights = part_weights(self._config.task.reward_weights)",
         ("tests/agents/test_agents.py::test_weights_of_agents_are_those_of_their_task",),

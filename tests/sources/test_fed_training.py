@@ -13,7 +13,7 @@ from recjax.experience import queue
 from recjax.experience.group import Grade
 from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.runs.prepare import prepare
-from recjax.sources import stored as store_source
+from recjax.sources import completing
 from recjax.store import missing_logprobs
 from recjax.training import loop
 from tests.experience.rows import append_columns, read_columns
@@ -157,7 +157,7 @@ def test_current_log_probs_are_those_before_the_first_update(tiny, expert, monke
     seen, pad, learner = [], loop.pad, CountingLearner()
     before = []  # the only parameter before each update
 
-    def scored(groups, shape, policy, params, *options):
+    def scored(groups, shape, policy, params, **options):
         of_now = np.float32([-params["checksum"][0]] * 16)
         return [
             group._replace(
@@ -180,7 +180,7 @@ def test_current_log_probs_are_those_before_the_first_update(tiny, expert, monke
         before.append(trained.params["checksum"][0])
         return CountingLearner.update(learner, trained, *arguments)
 
-    monkeypatch.setattr(store_source, "with_logprobs", scored)
+    monkeypatch.setattr(completing, "with_logprobs", scored)
     monkeypatch.setattr(loop, "pad", watched)
     monkeypatch.setattr(learner, "update", updates)
     mix = [f"experience.mix.store={expert}", "experience.missing_logprobs=current", "evaluation.every=0"]

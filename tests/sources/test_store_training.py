@@ -30,7 +30,7 @@ from recjax.rewards.reward import Reward, load_reward
 from recjax.runs import checkpoint, regrading
 from recjax.runs.prepare import prepare
 from recjax.runtime.clocks import PhaseSeconds
-from recjax.sources import stored as store_source
+from recjax.sources import completing
 from recjax.sources.setup import Setup, batch_shape
 from recjax.store.foreign import Columns
 from recjax.store.store import Store
@@ -83,7 +83,7 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
     config = tiny("offline", "regime.offline=true", "experience.record=true")
     offline = count(config)
     monkeypatch.setattr(
-        store_source, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
+        completing, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
     )
     from_store = count(tiny("store", f"experience.store={config.output}/experience.db"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
@@ -330,7 +330,7 @@ def test_texts_train_what_reads_no_log_probs(tiny, texts):
     # Groups are ragged; means are of the rows that are there.
     found = prepare(config)[0].stored
     assert len({len(group.completions) for group in found.groups}) > 1
-    groups = store_source.groups_at(found.groups, 4, 1, config.seed)
+    groups = completing.groups_at(found.groups, 4, 1, config.seed)
     rewards = [row.grade.reward for group in groups for row in group.completions]
     np.testing.assert_allclose(rows[1]["reward"], np.mean(rewards), rtol=1e-5)
     np.testing.assert_allclose(rows[1]["accuracy"], np.mean(np.array(rewards) >= 1))
