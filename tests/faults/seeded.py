@@ -459,7 +459,7 @@ FAULTS = {
     "rollout-thoughts-stay-open": Fault(
         "a reply of a new turn is read as if it began inside the thoughts of the turn before",
         "recjax/agents/trajectory.py",
-        "if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):",
+        "if special_ids.intersection(turn_marks.tolist()):",
         "if False:",
         ("tests/agents/test_trajectory.py::test_a_reply_begins_inside_thoughts_that_its_turn_has_opened",),
     ),
