@@ -8,11 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recjax.agents import agents
 from recjax.agents.agents import Agents
 from recjax.algorithms.advantages import group_mean_advantages
 from recjax.analysis.samples import results
-from recjax.config import load_config
+from recjax.config import TaskConfig, load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import group_staleness, with_grades
 from recjax.experience.layout import score
@@ -197,7 +196,7 @@ def test_mistakes_with_seats_are_explained(play, what, words):
 
 
 def test_weights_that_cannot_be_read_are_named(play, monkeypatch):
-    monkeypatch.setattr(agents.TaskConfig, "seat_version", lambda *_: 5)
+    monkeypatch.setattr(TaskConfig, "seat_version", lambda *_: 5)
     monkeypatch.setattr(Agents, "__enter__", lambda self: setattr(self, "older_params", None) or self)
     with pytest.raises(ValueError, match="task.seats = .*: the checkpoint of step 5 cannot be read .*; restore it"):
         play()
