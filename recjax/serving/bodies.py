@@ -455,7 +455,14 @@ class RewardBody(Body):
             Refused: the reward is missing, or contradicts the turns or their rewards.
         """
         try:
-            return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
+            return whole_grade(
+                self.reward,
+                self.reward_parts,
+                self.accurate,
+                self.turn_rewards,
+                turns=turns,
+                known=known_rewards,
+            )
         except UserError as error:
             key = re.split(r"\W", error.where)[0]  # without the path to an element of the value
             raise Refused(400, str(error), param=key) from error

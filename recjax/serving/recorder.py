@@ -258,7 +258,7 @@ class Recorder:
                 be written.
         """
         name = row.removeprefix("session/")
-        async with self._lock(name) if row in self.sessions else contextlib.nullcontext():
+        async with self._open_session_lock(row):
             session = await self._open_session(row)
             if session is None:
                 status = 409
@@ -289,8 +289,9 @@ class Recorder:
         Raises:
             Refused: the completion does not exist or has another reward, or the store cannot be written.
         """
-        async with self._lock(row.removeprefix("session/")) if row in self.sessions else contextlib.nullcontext():
-            if session := await self._open_session(row):
+        async with self._open_session_lock(row):
+            session = await self._open_session(row)
+            if session is not None:
                 grade = body.grade(len(session.turns), session.turn_rewards)
                 try:
                     await self._end(session, grade, body.comment)
@@ -316,8 +317,8 @@ class Recorder:
             turns = known_turns(self._store, [number], rewards).get(number, ())
             return rewards.get(number), turns, len(record.completion.turns) or 1
 
-        before, of_turns, count = await self._read(known)
-        grade = body.grade(count, of_turns)
+        before, turn_rewards, count = await self._read(known)
+        grade = body.grade(count, turn_rewards)
         if before == (grade, body.comment):
             return grade.reward, False
         if before is not None:
@@ -361,6 +362,12 @@ class Recorder:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
+
+    def _open_session_lock(self, row: str) -> contextlib.AbstractAsyncContextManager:
+        """The lock of a session by the id of its completion; a context that does nothing if it is not open."""
+        if row not in self.sessions:
+            return contextlib.nullcontext()
+        return self._lock(row.removeprefix("session/"))
 
     def _add(self, name: str, turn: Record, text: str | None) -> None:
         session = self.sessions.setdefault(session_row(name), Session(name, self._tokenizer))
