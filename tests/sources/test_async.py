@@ -126,7 +126,7 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
 
 
 @pytest.mark.campaign
-def test_new_weights_reach_generators_that_are_at_work_and_what_one_raises_the_trainer_raises(ray, tmp_path):
+def test_busy_generators_get_new_weights_and_pass_on_errors(ray, tmp_path):
     numbers = range(1, 5)
     for number in numbers:
         (tmp_path / f"swap{number}").touch()
@@ -148,7 +148,7 @@ def test_new_weights_reach_generators_that_are_at_work_and_what_one_raises_the_t
 
 
 @pytest.mark.slow
-def test_generators_without_a_free_cpu_are_told_at_once_and_their_batches_go_to_others(ray, tmp_path, monkeypatch):
+def test_generators_without_a_free_cpu_get_no_batches(ray, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(generators.logger, "warning", lambda text, *values: said.append(text % values))
     taken = [ray.util.placement_group([{"CPU": 1}]) for _ in range(2)]
@@ -187,7 +187,7 @@ def dies(folder):
     raise OSError("no room")
 
 
-def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monkeypatch):
+def test_a_generator_that_keeps_dying_ends_the_run(ray, tmp_path, monkeypatch):
     monkeypatch.setattr(generators, "RESTARTS", 1)
     with Generators(RegimeConfig(mode="async", max_staleness=0), functools.partial(dies, tmp_path)) as apart:
         apart.offer_weights(dict, 0)
@@ -283,7 +283,7 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("swaps", [False, *campaign(True)], ids=["whole batches", "swap_within, a cluster"])
-def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(ray, tiny, tmp_path, ended, swaps):
+def test_killed_generators_and_trainers_lose_and_repeat_nothing(ray, tiny, tmp_path, ended, swaps):
     options = [*ASYNC, "regime.generators=2", "experience.record=true", "evaluation.every=0", "training.steps=14"]
     # Completions of several rounds, between which there may be new weights; and generators of a cluster that lives on.
     if swaps:

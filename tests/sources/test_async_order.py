@@ -85,7 +85,7 @@ def trained(config, seed):
     ),
     ids=str,
 )
-def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, case):
+def test_batches_in_any_order_keep_the_staleness_bound(tiny, case):
     bound, count, interval, updates = case
     bound = bound + interval * updates - 1
     regime = [f"regime.max_staleness={bound}", f"regime.generators={count}", f"regime.sync_interval={interval}"]
@@ -108,7 +108,7 @@ def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, case):
     ],
 )
 @pytest.mark.parametrize("bound", slow_except([1, 4], 1))
-def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, options, bound):
+def test_the_staleness_bound_holds_with_late_rewards_and_replay(tiny, options, bound):
     regime = [f"regime.max_staleness={bound}", "regime.generators=2"]
     config = tiny("run", "regime.mode=async", *regime, options, "training.steps=25")
     limits = settings_of(config).limits
@@ -119,7 +119,7 @@ def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, opt
 
 
 @pytest.mark.parametrize("stop", [1, 7])
-def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
+def test_a_resumed_run_trains_once_on_batches_in_flight(tiny, stop):
     config = tiny("run", *ASYNC, "regime.generators=2", "training.steps=25")
     uses = Counter()
     setup, run, state = started(config, lambda *parts: PolicySource(*parts, InAnyOrder(config.regime, 0)))
@@ -162,7 +162,7 @@ BOUNDS = [*(pytest.param(bound, [], marks=pytest.mark.slow) for bound in (3, 11)
 
 
 @pytest.mark.parametrize(("bound", "task"), BOUNDS, ids=["3", "11", "mixture"])
-def test_between_two_updates_of_a_batch_a_killed_run_resumes_with_that_batch(tiny, bound, task):
+def test_a_run_killed_between_updates_resumes_with_its_batch(tiny, bound, task):
     options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=12", *task]
     options += ["regime.mode=async", f"regime.max_staleness={bound}"]
 
@@ -197,7 +197,7 @@ def test_replay_draws_as_seldom_as_it_says(tiny):
 
 
 @pytest.mark.slow
-def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
+def test_newer_weights_sample_the_rest_of_a_batch(tiny):
     options = ["regime.swap_within=true", "rollout.max_completion_tokens=40", "rollout.prompts_per_step=2"]
     config = tiny("run", *ASYNC, *options)
     run, params = prepare(config)
@@ -222,7 +222,7 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
 
 
 @pytest.mark.slow
-def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turns(tiny):
+def test_agents_continue_their_turns_with_newer_weights(tiny):
     options = ["regime.swap_within=true", "rollout.max_completion_tokens=20", "rollout.max_context_tokens=120"]
     agent = ["task.agent=tests.agents.some_agents:several_turns", "rollout.prompts_per_step=2"]
     config = tiny("run", *ASYNC, *options, *agent)

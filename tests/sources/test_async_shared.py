@@ -110,7 +110,7 @@ def trained_on(folder, number):
 
 
 @pytest.mark.slow
-def test_two_processes_train_asynchronously_and_go_on_after_a_kill(tmp_path, ended, prompt_generators):
+def test_two_asynchronous_trainer_processes_resume_after_a_kill(tmp_path, ended, prompt_generators):
     pytest.importorskip("ray")
     (tmp_path / "tiny.yaml").write_text(TINY)
     options = [
