@@ -41,7 +41,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version of the weights that sampled any of its tokens; None without turns."""
+        """The oldest policy version among the sampled tokens; None if there are no turns yet."""
         return min((int(turn.versions.min()) for turn in self.turns), default=None)
 
     @property

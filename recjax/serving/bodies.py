@@ -274,7 +274,7 @@ class ReplyBody(Body):
     @property
     def recorded(self) -> dict[str, Any]:
         """Values that the client wants recorded."""
-        recorded = {}
+        recorded: dict[str, Any] = {}
         if self.metadata:
             recorded["metadata"] = self.metadata
         if self.user:
@@ -354,9 +354,10 @@ class Text(ReplyBody, SampledBody):
     @pydantic.field_validator("prompt")
     @classmethod
     def _check_prompts(cls, value: str | list) -> list[str | list[int]]:
-        prompts = value
         if isinstance(value, str) or isinstance(value[0], int):
-            prompts = [value]
+            prompts: list[Any] = [value]
+        else:
+            prompts = value
         if len(prompts) > MOST_CHOICES:
             raise UserError("", f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
         for prompt in prompts:

@@ -364,7 +364,7 @@ class Recorder:
         return self._locks.setdefault(name, asyncio.Lock())
 
     def _open_session_lock(self, row: str) -> contextlib.AbstractAsyncContextManager:
-        """The lock of a session by the id of its completion; a context that does nothing if it is not open."""
+        """The lock of an open session, by the id of its completion; for other sessions, a context that does nothing."""
         if row not in self.sessions:
             return contextlib.nullcontext()
         return self._lock(row.removeprefix("session/"))

@@ -87,7 +87,7 @@ class Generators:
         self._actors: list[Any] = []
         self._placements: list[Any] = []  # Ray's placement group of each generator reserves its CPU and GPU
         self._assigned: dict[Any, Assignment] = {}
-        self._answered = [0.0] * regime.generators  # time of each generator's last answer, or of its first batch
+        self._answered = [0.0] * regime.generators  # when each generator last answered, or got its first batch
         self._failures = [0] * regime.generators
         self.in_flight: dict[int, int] = {}
         self.restarts = 0

@@ -19,20 +19,20 @@ class StoreSource(contextlib.AbstractContextManager):
         self._complete = complete
 
     def __exit__(self, *exception: object) -> None:
-        """A store at rest is closed already."""
+        """Does nothing."""
 
     def restore(self, state: State) -> None:
-        """Nothing to continue: a batch follows from the number of its step."""
+        """Does nothing, because a step's number determines its batch."""
 
     def begin_step(self, state: State) -> None:
-        """Nothing to prepare."""
+        """Does nothing."""
 
     def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
-        """No groups arrive."""
+        """Returns no groups."""
         return []
 
     def must_wait(self, queue: Queue, step: int) -> bool:
-        """False: no groups are still to come."""
+        """Returns False, because no groups are still to come."""
         return False
 
     def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
@@ -46,9 +46,9 @@ class StoreSource(contextlib.AbstractContextManager):
         """Writes nothing."""
 
     def state(self) -> dict[str, Any]:
-        """Empty: see `restore`."""
+        """Returns no data, see `restore`."""
         return {}
 
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """No metrics."""
+        """Returns no metrics."""
         return {}
