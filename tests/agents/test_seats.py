@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from recjax.agents import agents
 from recjax.agents.agents import Agents
 from recjax.algorithms.advantages import group_mean_advantages
 from recjax.analysis.samples import results
