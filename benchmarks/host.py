@@ -41,8 +41,8 @@ from recjax.rollout.decoding import Decoded, RoundOptions, SlotState
 from recjax.rollout.keys_values import Memory
 from recjax.runs import start
 from recjax.runs.sources import source_of
+from recjax.sources.recording import Recorder
 from recjax.sources.sampling import BatchSampler
-from recjax.sources.stored import StoreSource
 from recjax.training import learner, loop
 from recjax.training.evaluation import Evaluation, HeldOut
 from recjax.training.update import TokenResults, TrainState
@@ -79,7 +79,7 @@ TIMED = {
     kept_samples: {"save": "log"},
     MetricsWriter: {"hold": "log", "settle": "log"},
     learner: {"choose_layout": "layout"},
-    StoreSource: {"write_record": "record"},
+    Recorder: {"write": "record"},
 }
 PARTS = ("slots", "groups", "queue", "record", "pad", "layout", "metrics", "log", "other")
 

@@ -26,7 +26,7 @@ from recjax.tasks.problems import checked_messages
 
 
 class ContextFull(Exception):
-    """The prompt leaves no room for a reply in `rollout.max_context_tokens`."""
+    """The prompt leaves no tokens for a reply in `rollout.max_context_tokens`."""
 
     failure = "context"
 
@@ -116,7 +116,9 @@ class Seats:
         Args:
             server: server for agents with clients of their own; None: a server of these seats alone.
         """
-        self.server = server or AgentServer()
+        if server is None:
+            server = AgentServer()
+        self.server = server
         self.players: dict[str, AgentPolicy | Script] = {}
         self.timeout: asyncio.Timeout | None = None
         self._left = 0.0
@@ -130,7 +132,10 @@ class Seats:
             UserError: `task.seats` has no such seat.
         """
         if name not in self.players:
-            known = ", ".join(filter(None, self.players)) or "no seats"
+            known = "no seats"
+            names = [player for player in self.players if player]
+            if names:
+                known = ", ".join(names)
             raise UserError(f"policy.seat({name!r})", f"task.seats has {known}", f"add {name} there")
         return self.players[name]
 
@@ -165,7 +170,7 @@ class Seats:
                 self.timeout.reschedule(loop.time() + self._left)
 
     def end(self) -> None:
-        """Cancels waiting requests: their slots are free in the next round, and the trajectories get no more turns."""
+        """Cancels waiting requests: the next engine step frees their slots, and the trajectories get no more turns."""
         self._ended = True
         for task in self._waiting:
             task.cancel()
@@ -190,7 +195,7 @@ class AgentPolicy:
             config: limits of replies, of prompts with their replies, and of the number of replies.
             keys: key data of each turn.
             template: variables that the problem gives the chat template, including `tools`.
-            seats: all seats of the agent; None: this one only.
+            seats: all seats of the agent; None: this seat is the only one.
         """
         self._live = live
         self._policy = policy
@@ -202,7 +207,9 @@ class AgentPolicy:
         self.trajectory = Trajectory(policy.tokenizer)
         self.last_text = ""
         self.rewards: dict[int, float] = {}  # by turn
-        self.seats = seats or Seats()
+        if seats is None:
+            seats = Seats()
+        self.seats = seats
         self.seat = self.seats.seat
         self.relayed: Exception | None = None  # failure that an agent's own client got as an HTTP error
         self._endpoint: tuple[str, str] | None = None
@@ -242,7 +249,7 @@ class AgentPolicy:
         Raises:
             UserError: an argument has another form, the template refuses the messages or lacks a variable, or the
                 model has no template.
-            ContextFull: the prompt leaves no room for a reply.
+            ContextFull: the prompt leaves no tokens for a reply.
             TurnsSpent: the agent has had all its replies.
         """
         tokenizer = self._policy.tokenizer
@@ -270,10 +277,15 @@ class AgentPolicy:
         Raises:
             UserError: an argument has another form, the tokenizer does not know the prompt, the model has no embedding
                 for a token, or a stop string is empty.
-            ContextFull: the prompt leaves no room for a completion.
+            ContextFull: the prompt leaves no tokens for a completion.
             TurnsSpent: the agent has had all its completions.
         """
-        stop = [stop] if isinstance(stop, str) else list(stop or ())
+        if stop is None:
+            stop = []
+        elif isinstance(stop, str):
+            stop = [stop]
+        else:
+            stop = list(stop)
         if "" in stop:
             raise UserError("stop", "an empty string would end every reply", "remove it", value=stop)
         if max_tokens is not None and (not isinstance(max_tokens, int | np.integer) or max_tokens < 1):
@@ -298,13 +310,15 @@ class AgentPolicy:
             raise TurnsSpent(f"task.agent_turns = {turns}")
         turn = self._asked
         self._asked = self._asked + 1
-        limit = min(longest, max_tokens or longest)
+        limit = longest
+        if max_tokens is not None:
+            limit = min(longest, max_tokens)
         with self.seats.standing_still():
             sampled = await self._live.sample(Request(ids, self._keys[turn], limit, self._sampling))
         sampled, reply_text, _ = up_to_stop(sampled, stop, self._policy.tokenizer, ids)
         raw = self.trajectory.add(ids, sampled, text)
         self.last_text = reply_text
-        opening = prompt_opening(self._policy.tokenizer, (*ids.tolist(),))
+        opening = prompt_opening(self._policy.tokenizer, tuple(ids.tolist()))
         return Reply(
             text=reply_text,
             raw=raw,
@@ -328,13 +342,17 @@ class AgentPolicy:
             raise InvalidReward(f"policy.reward({shown(value)}): takes a finite number of at most {MOST_REWARD:g}")
         if not self.trajectory.turns:
             raise UserError(f"policy.reward({value!r})", "the policy has not replied yet", "call policy.chat first")
-        turn = len(self.trajectory.turns) - 1 if reply is None else reply.turn
+        turn = len(self.trajectory.turns) - 1
+        if reply is not None:
+            turn = reply.turn
         self.rewards[turn] = self.rewards.get(turn, 0.0) + float(value)
 
     @property
     def rewarded(self) -> float | None:
         """The sum of all rewards of turns, in order of the turns; None if the agent gave no reward."""
-        return sum(self.rewards[turn] for turn in sorted(self.rewards)) if self.rewards else None
+        if not self.rewards:
+            return None
+        return sum(self.rewards[turn] for turn in sorted(self.rewards))
 
 
 class Script:

@@ -91,8 +91,8 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
         from starlette.responses import JSONResponse
 
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        policy = self._policies.get(key) if scheme.lower() == "bearer" else None
-        if policy is None:
+        policy = self._policies.get(key)
+        if policy is None or scheme.lower() != "bearer":
             return JSONResponse(_error("the key is none of a running agent; use policy.api_key"), 401)
         try:
             body = json.loads(await request.body())
@@ -104,7 +104,9 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
             failure = getattr(error, "failure", None)
             if failure is not None:
                 policy.relayed = error
-            code = "context_length_exceeded" if failure == "context" else failure
+            code = failure
+            if failure == "context":
+                code = "context_length_exceeded"
             return JSONResponse(_error(str(error), code), 400)
         return JSONResponse(chat_completion(reply, body.get("model", "policy"), bool(body.get("tools"))))
 
@@ -118,7 +120,7 @@ def chat_arguments(body: Any) -> dict[str, Any]:
     if not isinstance(body, Mapping):
         raise UserError(problem=f"the body is {body!r:.80}: takes a JSON object with messages")
     for name, value in body.items():
-        if name not in (*_READ, *_IGNORED, *_FIXED):
+        if name not in _READ and name not in _IGNORED and name not in _FIXED:
             raise UserError(name, f"policy.base_url takes {', '.join(_READ)}", "remove this key")
         if name in _FIXED and value is not None and value != _FIXED[name]:
             raise UserError(
@@ -127,11 +129,13 @@ def chat_arguments(body: Any) -> dict[str, Any]:
                 "remove it; the agent samples from the run's distribution (rollout.temperature and its neighbors)",
                 value=value,
             )
-    limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    max_tokens = body.get("max_completion_tokens")
+    if max_tokens is None:
+        max_tokens = body.get("max_tokens")
     return {
         "messages": body.get("messages"),
         "tools": body.get("tools"),
-        "max_tokens": limits[0] if limits else None,
+        "max_tokens": max_tokens,
         "stop": body.get("stop") or (),
         "chat_template_kwargs": body.get("chat_template_kwargs") or {},
     }
@@ -147,12 +151,17 @@ def chat_completion(reply: Any, model: str, has_tools: bool) -> dict[str, Any]:
     """
     name = f"chatcmpl-{secrets.token_hex(8)}"
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
-    finish = "length" if reply.truncated else "stop"
-    content, calls = openai_calls(reply.text, reply.answer) if has_tools else (reply.text, [])
+    finish = "stop"
+    content = reply.text
+    calls = []
+    if has_tools:
+        content, calls = openai_calls(reply.text, reply.answer)
     if calls:
         message["content"] = content
         message["tool_calls"] = [{"id": f"call_{name}_{index}", **call} for index, call in enumerate(calls)]
-        finish = "length" if reply.truncated else "tool_calls"
+        finish = "tool_calls"
+    if reply.truncated:
+        finish = "length"
     counts = [len(reply.prompt_tokens), len(reply.tokens)]
     return {
         "id": name,

@@ -3,50 +3,31 @@
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray, UInt32
 
-from recjax.agents.agent_policy import (
-    AgentPolicy,
-    ContextFull,
-    InvalidReward,
-    Script,
-    Seats,
-    TurnsSpent,
-    is_reward,
-)
+from recjax.agents.agent_grades import AgentGrader
+from recjax.agents.agent_policy import AgentPolicy, Script, Seats
 from recjax.agents.agent_server import AgentServer
-from recjax.agents.named_agents import Agent, check_tool_template, load_agent, named
+from recjax.agents.named_agents import check_tool_template, load_agent, named
 from recjax.agents.tools import Tools
 from recjax.agents.trajectory import thoughts_opening
-from recjax.algorithms.options import described
-from recjax.config import Config, TaskConfig
+from recjax.agents.trials import AGENT_FAILURES, MISTAKES, Trial, try_agent
+from recjax.config import Config
 from recjax.config.tasks import POLICY
-from recjax.errors import UserError, shown
-from recjax.experience.group import Completion, Grade, Group, Turn
+from recjax.errors import UserError
+from recjax.experience.group import Completion, Group, Turn
 from recjax.hub.policy import Policy
 from recjax.models.sampling import Sampling
 from recjax.rewards.custom import Answered
-from recjax.rewards.pool import FAILURES, Grading
-from recjax.rewards.reward import (
-    LENGTH,
-    MOST_REWARD,
-    ROWS,
-    SCORE,
-    SHAPING,
-    TURNS,
-    is_accurate,
-    part_weights,
-    verdict_of,
-)
+from recjax.rewards.pool import Grading
 from recjax.rollout.collecting import Grades, problem_groups, row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.live import LiveEngine
@@ -57,40 +38,7 @@ from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
-# Kinds of failure and their remedies. "timeout": too much time other than waiting for the policy. "invalid": not a
-# valid reward. "silent": never used the policy. "context", "turns": a request with a full context or beyond all turns.
-AGENT_FAILURES = {
-    "raised": "correct the agent",
-    "timeout": "raise task.agent_seconds, or let the agent do less",
-    "invalid": "correct what the agent returns",
-    "silent": "let the agent call the policy",
-    "context": "raise rollout.max_context_tokens, or let the agent send shorter prompts",
-    "turns": "raise task.agent_turns, or let the agent call the policy less often",
-}
-# The agent's own mistakes. A full context and spent turns are not: the policy can learn to avoid them.
-MISTAKES = ("raised", "timeout", "invalid", "silent")
-NAMED_FAILURES = (ContextFull, TurnsSpent, InvalidReward)
-_LAST = 2**32 - 1
-
-
-class Tried(NamedTuple):
-    """The result of one seat of an agent; an agent without seats has one, with the name "".
-
-    policy: the seat's policy, with its trajectory.
-    returned: the agent's return value for the seat.
-    failure, words: the kind and words of the agent's failure, or None and "".
-    """
-
-    policy: AgentPolicy
-    returned: Any
-    failure: str | None
-    words: str
-    seat: str
-
-    @property
-    def needs_reward(self) -> bool:
-        """True if the task's reward grades the agent, because it returned None."""
-        return self.failure is None and self.returned is None
+_LAST = 2**32 - 1  # turn k ≥ 1 folds the number _LAST − k into the key, which no agent's index reaches
 
 
 class Agents(contextlib.AbstractContextManager):
@@ -120,15 +68,18 @@ class Agents(contextlib.AbstractContextManager):
         functions = {name: named("task.tools", name) for name in task.tools}
         self._config = config
         self.last_failure = ""
-        self._without_verdict: set[str | None] = set()  # names of tasks
-        self._reads_parts = config.algorithm.build().reads("reward_parts")
-        self._tools = Tools(functions, config.grading.workers, task.tool_seconds) if functions else None
+        self._grader = AgentGrader(config)
+        self._tools = None
+        if functions:
+            self._tools = Tools(functions, config.grading.workers, task.tool_seconds)
         self._agent = load_agent(task, self._tools)
         if task.agent == "tools":
             assert self._tools is not None
             check_tool_template(policy.tokenizer, self._tools)
-        scripted = {name: player for name, player in task.seats.items() if ":" in str(player)}
-        self._scripts = {name: named(f"task.seats.{name}", str(player)) for name, player in scripted.items()}
+        self._scripts: dict[str, Any] = {}  # functions of scripted seats
+        for name, player in task.seats.items():
+            if ":" in str(player):
+                self._scripts[name] = named(f"task.seats.{name}", str(player))
         self.older_params = older_params
         self._older: dict[int, dict] = {}
 
@@ -171,65 +122,102 @@ class Agents(contextlib.AbstractContextManager):
             RuntimeError: the engine failed.
         """
         task = self._config.task
-        sizes = {"slots": policy.slots, "prefix_time": prompts.tokens.shape[1]}
-        lives: dict[int | None, LiveEngine] = {}  # by version; None: the policy's, which gets newer weights
-        for at, weights in [(None, params), *self._older_weights(params, version, newer is not None, drifted)]:
-            options = {"recording": policy.recording, "newer": newer if at is None else None}
-            engine = Engine(policy.decoder, policy.stop_ids, **sizes, **options)
-            engine.replace_weights(weights, version if at is None else at)
-            lives[at] = LiveEngine(engine)
-        problems = [problem for problem in prompts.problems for _ in range(group_size)]
+
+        def engine_with(weights: Weights, newer: Callable[[], Weights | None] | None = None) -> LiveEngine:
+            engine = Engine(
+                policy.decoder,
+                policy.stop_ids,
+                slots=policy.slots,
+                prefix_time=prompts.tokens.shape[1],
+                newer=newer,
+                recording=policy.recording,
+            )
+            engine.replace_weights(weights.params, weights.version)
+            return LiveEngine(engine)
+
+        # Engines by version of frozen weights; None: the policy's engine, which gets newer weights.
+        lives: dict[int | None, LiveEngine] = {None: engine_with(Weights(params, version), newer)}
+        for frozen in self._frozen_weights(Weights(params, version), newer is not None, drifted):
+            lives[frozen.version] = engine_with(frozen)
+        problems = []  # one for each agent
+        for problem in prompts.problems:
+            problems += [problem] * group_size
         # Computed before any agent's clock starts, because the device may first have to finish an update.
         keys = turn_keys(key, task.agent_turns, len(problems) * max(len(task.seats), 1))
-        tried_seats = run_to_end(self._all_tried(lives, version, policy, problems, keys, sampling))
-        self._report_failures([agent[0] for agent in tried_seats], fatal)
-        by_group = [
-            [agent for agent in seat if agent.failure or agent.policy.trajectory.turns]
-            for at in range(0, len(tried_seats), group_size)
-            for seat in zip(*tried_seats[at : at + group_size], strict=True)
-        ]
-        seats = len(task.trained_seats)
-        played = [problem for problem in prompts.problems for _ in range(seats)]
-        sampled = [[completion_of(agent, source, sampling) for agent in group] for group in by_group]
-        groups = problem_groups(name, played, sampled)
-        tried = list(itertools.chain(*by_group))
-        completions = [completion for group in groups for completion in group.completions]
-        indices = [index // seats for index, group in enumerate(by_group) for _ in group]
-        problems = [prompts.problems[index] for index in indices]
-        texts = [prompts.texts[index] for index in indices]
-        opening_of = functools.partial(thoughts_opening, tokenizer=policy.tokenizer)
-        answered = [
-            Answered.to(problem, text, done.text, done.sampled_tokens, done.id, opening_of(done))
-            for agent, text, problem, done in zip(tried, texts, problems, completions, strict=True)
-            if agent.needs_reward
-        ]
-        grades_of = functools.partial(self._grades, tried, completions, grading.reward.weights)
-        return groups, Grades(grading.submit(answered) if answered else None, len(answered), grades_of)
+        agent_trials = run_to_end(self._try_all(lives, version, policy, problems, keys, sampling))
+        self._report_failures([seat_trials[0] for seat_trials in agent_trials], fatal)
 
-    def _older_weights(
-        self, params: dict, version: int, swaps: bool, drifted: Callable[[Weights], Weights] | None
-    ) -> list[tuple[int, dict]]:
-        """Versions and weights of frozen seats, without the sampler's version if it stays the same in a batch."""
-        older = self._config.task.older_versions([version])
+        group_trials = []  # for each problem, its trained seats in order
+        for start in range(0, len(agent_trials), group_size):
+            for seat_trials in zip(*agent_trials[start : start + group_size], strict=True):
+                used = [trial for trial in seat_trials if trial.failure or trial.policy.trajectory.turns]
+                group_trials.append(used)
+        seats = len(task.trained_seats)
+        group_problems = []
+        for problem in prompts.problems:
+            group_problems += [problem] * seats
+        sampled = []
+        for trials in group_trials:
+            sampled.append([completion_of(trial, source, sampling) for trial in trials])
+        groups = problem_groups(name, group_problems, sampled)
+
+        all_trials = []
+        completions = []
+        answered = []
+        for index, group in enumerate(groups):
+            text = prompts.texts[index // seats]
+            for trial, completion in zip(group_trials[index], group.completions, strict=True):
+                all_trials.append(trial)
+                completions.append(completion)
+                if trial.needs_reward:
+                    answered.append(
+                        Answered.to(
+                            group_problems[index],
+                            text,
+                            completion=completion.text,
+                            length=completion.sampled_tokens,
+                            id=completion.id,
+                            opening=thoughts_opening(completion, policy.tokenizer),
+                        )
+                    )
+        scores = None
+        if answered:
+            scores = grading.submit(answered)
+        grades_of = functools.partial(self._grader.grades, all_trials, completions, grading.reward.weights)
+        return groups, Grades(scores, len(answered), grades_of)
+
+    def _frozen_weights(
+        self, weights: Weights, swaps: bool, drifted: Callable[[Weights], Weights] | None
+    ) -> list[Weights]:
+        """The weights of frozen seats, except the sampler's version if it stays the same in a batch.
+
+        Args:
+            weights: the sampler's weights.
+            swaps: True if the sampler gets newer weights during a batch.
+        """
+        version = weights.version
+        versions = self._config.task.older_versions([version])
+        read = {}
         try:
-            read = {}
-            for each in sorted(older - {version}):
+            for older in sorted(versions - {version}):
                 assert self.older_params is not None
-                read[each] = self._older.get(each) or self.older_params(each)
+                read[older] = self._older.get(older) or self.older_params(older)
         except Exception as error:  # Orbax has its own errors for missing files
             raise UserError(
                 "task.seats",
-                f"the checkpoint of step {min(older)} cannot be read ({type(error).__name__})",
+                f"the checkpoint of step {min(versions)} cannot be read ({type(error).__name__})",
                 "restore it, or play these seats by policy",
                 value=self._config.task.seats,
             ) from error
         self._older = read
-        played = read
+        frozen = [Weights(params, older) for older, params in read.items()]
         if drifted is not None:
-            played = {each: drifted(Weights(weights, each)).params for each, weights in read.items()}
-        return [*played.items(), *([(version, params)] if swaps and version in older else [])]
+            frozen = [drifted(older) for older in frozen]
+        if swaps and version in versions:
+            frozen.append(weights)
+        return frozen
 
-    async def _all_tried(
+    async def _try_all(
         self,
         lives: Mapping[int | None, LiveEngine],
         version: int,
@@ -237,7 +225,7 @@ class Agents(contextlib.AbstractContextManager):
         problems: Sequence[Problem],
         keys: UInt32[np.ndarray, "turns seats words"],
         sampling: Sampling,
-    ) -> list[list[Tried]]:
+    ) -> list[list[Trial]]:
         """The results of each agent's trained seats, in order.
 
         Args:
@@ -245,8 +233,8 @@ class Agents(contextlib.AbstractContextManager):
             keys: key data of each seat of each agent, agent by agent.
         """
         task = self._config.task
-        names = [*self._config.task.seats] or [""]
-        trials = []
+        names = list(task.seats) or [""]
+        running = []
         async with contextlib.AsyncExitStack() as stack:
             for live in lives.values():
                 await stack.enter_async_context(live)
@@ -257,267 +245,62 @@ class Agents(contextlib.AbstractContextManager):
                     if name in self._scripts:
                         seats.players[name] = Script(self._scripts[name], keys[:, number])
                         continue
-                    is_frozen = task.seats.get(name, POLICY) != POLICY
-                    live = lives.get(task.seat_version(name, version) if is_frozen else None, lives[None])
-                    options = self._config, keys[:, number], problem.template, seats
-                    seats.players[name] = AgentPolicy(live, policy, sampling, *options)
-                trials.append(_tried(self._agent, problem, seats, task))
-            tried = await asyncio.gather(*trials)
+                    live = lives[None]
+                    if task.seats.get(name, POLICY) != POLICY:
+                        live = lives.get(task.seat_version(name, version), live)
+                    seats.players[name] = AgentPolicy(
+                        live,
+                        policy,
+                        sampling,
+                        config=self._config,
+                        keys=keys[:, number],
+                        template=problem.template,
+                        seats=seats,
+                    )
+                running.append(try_agent(self._agent, problem, seats, task))
+            trials = await asyncio.gather(*running)
             for live in lives.values():
                 if live.error is not None:
                     raise RuntimeError("the engine has failed while agents ran") from live.error
-        return tried
+        return trials
 
-    def _report_failures(self, tried: Sequence[Tried], fatal: bool) -> None:
-        failed = [agent for agent in tried if agent.failure]
+    def _report_failures(self, trials: Sequence[Trial], fatal: bool) -> None:
+        """Logs the failures of a batch's agents.
+
+        Args:
+            trials: the first seat of each agent.
+        Raises:
+            UserError: all agents failed, see `sample_groups`.
+        """
+        failed = [trial for trial in trials if trial.failure]
         if not failed:
             return
         self.last_failure = f"{failed[0].failure}: {failed[0].words}"
         key = f"task.agent = {self._config.task.agent!r}:"
-        is_lost = all(agent.failure in MISTAKES for agent in tried) and self._config.task.agent_failure_reward is None
-        if fatal and is_lost:
+        are_mistakes = all(trial.failure in MISTAKES for trial in trials)
+        if fatal and are_mistakes and self._config.task.agent_failure_reward is None:
             raise UserError(
-                problem=f"{key} all {len(tried)} agents of a batch failed, the first with {self.last_failure}",
+                problem=f"{key} all {len(trials)} agents of a batch failed, the first with {self.last_failure}",
                 remedy="correct the agent, or set task.agent_failure_reward",
             )
-        # Raised errors are the same failure if they have the same type.
-        kinds = [
-            (agent.failure, agent.words.partition(":")[0] if agent.failure == "raised" else "") for agent in failed
-        ]
-        (most, count), *_ = Counter(kinds).most_common(1)
+        kinds = []
+        for trial in failed:
+            error_type = ""
+            if trial.failure == "raised":  # raised errors are the same failure if they have the same type
+                error_type = trial.words.partition(":")[0]
+            kinds.append((trial.failure, error_type))
+        ((most_frequent, count),) = Counter(kinds).most_common(1)
         level = logging.WARNING
         problem = "the most frequent failure"
-        if count > max(1, len(tried) // 2):
+        if count > max(1, len(trials) // 2):
             level = logging.ERROR
             problem = "most of the batch failed for the same reason, so the policy learns little from it"
-        counts = ", ".join(f"{reason} {number}" for reason, number in Counter(kind for kind, _ in kinds).items())
-        first = failed[kinds.index(most)]
-        summary = f"{key} {len(failed)} of {len(tried)} agents failed: {counts}; {problem}: {first.words};"
+        counter = Counter(trial.failure for trial in failed)
+        counts = ", ".join(f"{failure} {number}" for failure, number in counter.items())
+        first = failed[kinds.index(most_frequent)]
+        summary = f"{key} {len(failed)} of {len(trials)} agents failed: {counts}; {problem}: {first.words};"
         assert first.failure is not None
         logger.log(level, "%s %s", summary, AGENT_FAILURES[first.failure])
-
-    def _grades(
-        self,
-        tried: Sequence[Tried],
-        completions: Sequence[Completion],
-        reward_weights: Mapping[str, float],
-        of_reward: Sequence[Grade],
-    ) -> list[Grade]:
-        """Grades agents by their return values, their failures, or the grades that the task's reward gave the rest.
-
-        Args:
-            reward_weights: weights of the parts that the task's reward gives.
-            of_reward: grades that the task's reward gave.
-        Raises:
-            UserError: an agent's rewards lack a part that has a weight, or have one with two weights.
-        """
-        remaining = iter(of_reward)
-        grades = []
-        for agent, completion in zip(tried, completions, strict=True):
-            task_name = completion.metadata.get("task")
-            task = self._config.task.of(task_name)
-            weights = part_weights(task.reward_weights)
-            if agent.failure:
-                accurate = None if task_name in self._without_verdict else False
-                grades.append(Grade(self._config.task.agent_failure_reward, None, accurate, agent.failure))
-                continue
-            returned = {}
-            if not agent.needs_reward:
-                items = agent.returned if isinstance(agent.returned, Mapping) else {SCORE: agent.returned}
-                returned = {name: float(value) for name, value in items.items()}
-            of_turns = agent.policy.rewarded
-            grade = next(remaining) if agent.needs_reward else Grade(None, returned, failure=FAILURES[0])
-            reward = grade.reward
-            assert grade.reward_parts is not None
-            parts = dict(grade.reward_parts)
-            if of_turns is not None:
-                parts[SCORE] = parts.get(SCORE, 0.0) + of_turns
-            self._check_parts({**returned, **({} if of_turns is None else {SCORE: of_turns})}, weights, reward_weights)
-            if not agent.needs_reward:
-                parts[LENGTH] = completion.sampled_tokens / self._config.rollout.max_completion_tokens
-                unknown = [name for name in task.reward_weights if name not in {*parts, TURNS, ROWS}]
-                if unknown and not self._config.task.seats:  # a part may be of another seat
-                    block_key = f"task.mixture.{task_name}" if self._config.task.mixture else "task"
-                    raise UserError(
-                        f"{block_key}.reward_weights.{unknown[0]}",
-                        "unknown part",
-                        f"choose one that the agent returns: {', '.join(parts)}",
-                    )
-                reward = sum(weights.get(name, 1.0) * value for name, value in parts.items())
-            elif reward is not None and of_turns is not None:
-                reward += weights.get(SCORE, 1.0) * of_turns
-            turn_rewards = agent.policy.rewards
-            count = len(completion.turns)
-            turns = (
-                tuple(weights.get(SCORE, 1.0) * turn_rewards.get(turn, 0.0) for turn in range(count))
-                if turn_rewards
-                else ()
-            )
-            grade = grade._replace(reward=reward, reward_parts=parts, turns=turns)
-            grade = with_counts(grade, completion, weights)
-            if not agent.needs_reward:
-                if of_turns is not None and SCORE not in returned:  # the rewards of turns are not the whole score
-                    total = {SCORE: of_turns + sum(returned.values())}
-                    has_one = len(returned) == 1 or task.verdict == SCORE
-                    parts = {LENGTH: parts[LENGTH], **returned, **(total if has_one else {})}
-                reader = self._config.verdict_reader(task_name or "")
-                if self._config.task.seats:  # the verdict may be a part of another seat
-                    accurate = is_accurate(parts, None, task.success, task.verdict)
-                else:
-                    accurate = verdict_of("the agent's reward", parts, task, reader)
-                assert not isinstance(accurate, np.ndarray)
-                grade = grade._replace(accurate=accurate)
-            if grade.accurate is None:
-                self._without_verdict.add(task_name)
-            grades.append(grade)
-        return grades
-
-    def _check_parts(
-        self, returned: Iterable[str], weights: Mapping[str, float], reward_weights: Mapping[str, float]
-    ) -> None:
-        """Refuses parts of an agent that clash with a task's name or with a weight of the task's reward."""
-        for name in returned:
-            if name in (self._config.task.mixture or ()):
-                raise UserError(
-                    f"task.mixture.{name}",
-                    f"the agent returns a part {name!r}, so that both would be the metric reward/NAME",
-                    "rename the task",
-                )
-            task_weight = reward_weights.get(name, 1.0)
-            if self._reads_parts and weights.get(name, 1.0) != task_weight:
-                raise UserError(
-                    f"task.reward_weights.{name}",
-                    f"the agent gives the part {name!r}, which has weight 1, and the task's reward gives it weight"
-                    f" {task_weight:g}",
-                    "the advantage reads parts, so set one weight for both",
-                )
-
-
-def with_counts(grade: Grade, completion: Completion, weights: Mapping[str, float]) -> Grade:
-    """Adds the parts that count turns and rows to a grade, and their weighted values to its reward."""
-    counts = {TURNS: float(len(completion.turns)), ROWS: float(len(completion.rows))}
-    reward = grade.reward
-    if reward is not None:
-        reward = float(np.float32(reward + sum(weights[name] * value for name, value in counts.items())))
-    return grade._replace(reward=reward, reward_parts=(grade.reward_parts or {}) | counts)
-
-
-async def _tried(agent: Agent, problem: Problem, seats: Seats, task: TaskConfig) -> list[Tried]:
-    """Runs one agent to its end or its time limit, even if it keeps running; returns the results of trained seats."""
-    policy = seats if task.seats else seats.players[""]
-    trained = task.trained_seats
-
-    async def outcome() -> tuple[Any, str | None, str]:
-        try:
-            return await agent(problem, policy), None, ""
-        except BaseException as error:  # an agent may raise SystemExit, which must not end the run
-            root = root_failure(error)
-            relayed = [player.relayed for player in seats.players.values() if player.relayed]
-            if relayed and not isinstance(root, NAMED_FAILURES):
-                root = relayed[-1]  # the agent's own client raised an error of its own about it
-            if isinstance(root, NAMED_FAILURES):
-                return None, root.failure, str(root)
-            return None, "raised", described(error)
-        finally:
-            seats.end()
-
-    running = asyncio.create_task(outcome())
-    try:
-        async with asyncio.timeout(task.agent_seconds) as seats.timeout:
-            await asyncio.wait([running])
-        returned, failure, words = running.result()
-    except TimeoutError:
-        words = f"it spent task.agent_seconds = {task.agent_seconds} without waiting for the policy"
-        returned = None
-        failure = "timeout"
-    finally:
-        seats.end()
-        running.cancel()
-        # Some agents do not end when canceled; asyncio itself also silences its message about them in this way.
-        running._log_destroy_pending = False  # type: ignore  # asyncio has no public name for it
-    players = cast("dict[str, AgentPolicy]", seats.players)  # a script plays no trained seat
-    if failure is None and not any(players[name].trajectory.turns for name in trained):
-        failure = "silent"
-        words = "it returned without a call of the policy"
-    rewards: list[dict[str, float] | float | None] = [None] * len(trained)
-    if failure is None:
-        try:
-            rewards = seat_rewards(returned, task.seats, trained)
-        except InvalidReward as error:
-            failure = error.failure
-            words = str(error)
-        except Exception as error:  # an agent may return any object, and reading that object may raise anything
-            failure = "raised"
-            words = described(error)
-    return [Tried(players[name], reward, failure, words, name) for name, reward in zip(trained, rewards, strict=True)]
-
-
-def root_failure(error: BaseException, depth: int = 20) -> BaseException:
-    """The full context, the spent turns or the invalid reward that an error stands for; otherwise the error itself.
-
-    Frameworks wrap errors in errors of their own, and task groups in exception groups. A group that also has another
-    error stands for itself.
-
-    Args:
-        depth: number of wrapped errors to look through.
-    """
-    if isinstance(error, NAMED_FAILURES) or depth == 0:
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        wrapped = list(error.exceptions)
-    elif error.__cause__ is not None:
-        wrapped = [error.__cause__]
-    elif error.__context__ is not None and not error.__suppress_context__:
-        wrapped = [error.__context__]
-    else:
-        return error
-    roots = [root_failure(inner, depth - 1) for inner in wrapped]
-    if all(isinstance(root, NAMED_FAILURES) for root in roots):
-        return roots[0]
-    return error
-
-
-def seat_rewards(
-    returned: Any, seats: Collection[str], trained: Sequence[str]
-) -> list[dict[str, float] | float | None]:
-    """The rewards of each trained seat, in order: a number, numbers by name, or None for the task's reward.
-
-    Args:
-        returned: the agent's return value: one reward, or with seats a dict of rewards by seat.
-        seats: names of all seats; empty for an agent without seats.
-        trained: names of the trained seats; [""] for an agent without seats.
-    Raises:
-        InvalidReward: the value has another form, or a number that is no reward.
-    """
-    form = f"finite numbers of at most {MOST_REWARD:g}, one or a dict of them by name, or None"
-    by_seat = {trained[0]: returned}
-    if seats:
-        form = f"{form} for each of the seats {', '.join(trained)}"
-        by_seat = dict.fromkeys(trained) if returned is None else returned
-        if not (isinstance(by_seat, Mapping) and {*trained} <= by_seat.keys() <= {*seats}):
-            raise InvalidReward(f"it returned {shown(returned)}; rewards are {form}")
-    rewards: list[dict[str, float] | float | None] = []
-    for name in trained:
-        value = by_seat[name]
-        if value is None:
-            rewards.append(None)
-        elif isinstance(value, Mapping):
-            parts = dict(value)
-            are_valid = all(isinstance(part_name, str) and is_reward(number) for part_name, number in parts.items())
-            if not parts or not are_valid:
-                raise InvalidReward(f"it returned {shown(returned)}; rewards are {form}")
-            reserved = [part_name for part_name in parts if part_name in SHAPING]
-            if reserved:
-                names = ", ".join(SHAPING)
-                raise InvalidReward(
-                    f"it returned a part {reserved[0]!r}; recjax itself adds {names}, so rename the part"
-                )
-            rewards.append({part_name: float(number) for part_name, number in parts.items()})
-        elif is_reward(value):
-            rewards.append(float(value))
-        else:
-            raise InvalidReward(f"it returned {shown(returned)}; rewards are {form}")
-    return rewards
 
 
 def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "turns agents words"]:
@@ -526,18 +309,21 @@ def turn_keys(key: PRNGKeyArray, turns: int, count: int) -> UInt32[np.ndarray, "
     return row_keys(jnp.concatenate([key[None], later]), count)
 
 
-def completion_of(tried: Tried, source: str, sampling: Sampling) -> Completion:
+def completion_of(trial: Trial, source: str, sampling: Sampling) -> Completion:
     """Converts a trajectory to a completion without id and grade; without turns, the completion has no rows."""
-    trajectory = tried.policy.trajectory
+    trajectory = trial.policy.trajectory
+    metadata = {}
+    if trial.seat:
+        metadata["seat"] = trial.seat
     return Completion(
         id="",
         source=source,
-        text=tried.policy.last_text,
+        text=trial.policy.last_text,
         rows=trajectory.rows,
         sampling=sampling,
         policy_version=trajectory.oldest_version,
         truncated=trajectory.truncated,
         version_runs=trajectory.version_runs,
-        turns=tuple(Turn(*end) for end in trajectory.ends),
-        metadata={"seat": tried.seat} if tried.seat else {},
+        turns=tuple(Turn(row, end) for row, end in trajectory.ends),
+        metadata=metadata,
     )

@@ -79,8 +79,10 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
     """
 
     async def use_tools(problem: Problem, policy: AgentPolicy) -> None:
-        messages = problem.prompt
-        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        if isinstance(problem.prompt, str):
+            messages = [{"role": "user", "content": problem.prompt}]
+        else:
+            messages = list(problem.prompt)
         for turn in range(turns):
             reply = await policy.chat(messages, tools=tools.schemas)
             calls = parsed_calls(reply.answer)
@@ -89,10 +91,8 @@ def tool_agent(tools: Tools, turns: int) -> Callable:
             results = await asyncio.gather(*(tools.answer(call) for call in calls))
             # The model's text stays unchanged, so that its tokens are kept.
             messages = [*messages, reply.message]
-            messages += [
-                {"role": "tool", "name": call.name, "content": result}
-                for call, result in zip(calls, results, strict=True)
-            ]
+            for call, result in zip(calls, results, strict=True):
+                messages.append({"role": "tool", "name": call.name, "content": result})
 
     return use_tools
 
@@ -146,7 +146,7 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
 
     async def play(problem: Problem, policy: AgentPolicy) -> float | dict[str, float]:
         world = await _awaited(environment(problem))
-        steps = []
+        steps = []  # rewards, with the replies that caused them
         try:
             # The seed depends only on the problem, so that all agents of a group play the same game.
             digest = hashlib.sha256(f"{problem.prompt}\n{problem.answer}".encode()).digest()
@@ -160,15 +160,23 @@ def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Call
                 ) from error
             started = await _awaited(world.reset(seed=int.from_bytes(digest[:4], "big")))
             observation, info = _checked_result("reset", started, ("observation", "info"))
-            told = _told(problem.prompt if isinstance(problem.prompt, str) else list(problem.prompt), observation)
+            prompt = problem.prompt
+            if not isinstance(prompt, str):
+                prompt = list(prompt)
+            prompt = _with_observation(prompt, observation)
             for _ in range(turns):
-                reply = await (policy.complete(told) if isinstance(told, str) else policy.chat(told))
+                if isinstance(prompt, str):
+                    reply = await policy.complete(prompt)
+                    dialog = prompt + reply.raw
+                else:
+                    reply = await policy.chat(prompt)
+                    dialog = [*prompt, reply.message]
                 stepped = await _awaited(world.step(reply.text))
                 observation, reward, terminated, truncated, info = _checked_result("step", stepped, _STEP)
                 steps.append((float(reward), reply))
                 if terminated or truncated:
                     break
-                told = _told(told + reply.raw if isinstance(told, str) else [*told, reply.message], observation)
+                prompt = _with_observation(dialog, observation)
         finally:
             try:
                 await _awaited(getattr(world, "close", lambda: None)())
@@ -187,7 +195,9 @@ _STEP = ("observation", "reward", "terminated", "truncated", "info")
 
 
 async def _awaited(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return await result
+    return result
 
 
 def _checked_result(method: str, result: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -197,7 +207,7 @@ def _checked_result(method: str, result: Any, names: tuple[str, ...]) -> tuple[A
     return result
 
 
-def _told(before: str | list[dict[str, Any]], observation: Any) -> str | list[dict[str, Any]]:
+def _with_observation(before: str | list[dict[str, Any]], observation: Any) -> str | list[dict[str, Any]]:
     """The next prompt: the text or the messages before, and the observation.
 
     Raises:

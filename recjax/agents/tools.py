@@ -44,9 +44,13 @@ def split_calls(text: str) -> tuple[list[str], str]:
     kept = []
     for piece in ended:
         before, begin, call = piece.partition(_BEGIN)
-        calls += [call] if begin else []
-        kept.append(before if begin else piece + _END)
-    return calls, "".join([*kept, last])
+        if begin:
+            calls.append(call)
+            kept.append(before)
+        else:
+            kept.append(piece + _END)
+    kept.append(last)
+    return calls, "".join(kept)
 
 
 def parsed_calls(text: str) -> list[Call]:
@@ -58,14 +62,17 @@ def parsed_calls(text: str) -> list[Call]:
         except (ValueError, RecursionError) as error:
             calls.append(Call("", {}, f"this is not JSON: {error}"))
             continue
-        for call in parsed if isinstance(parsed, list) else [parsed]:
+        if not isinstance(parsed, list):
+            parsed = [parsed]
+        for call in parsed:
             if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
                 calls.append(Call("", {}, 'a call is {"name": …, "arguments": {…}}'))
                 continue
             arguments = call.get("arguments", call.get("parameters", {}))
-            is_object = isinstance(arguments, dict)
-            problem = None if is_object else "arguments must be an object"
-            calls.append(Call(call["name"], arguments if is_object else {}, problem))
+            if isinstance(arguments, dict):
+                calls.append(Call(call["name"], arguments))
+            else:
+                calls.append(Call(call["name"], {}, "arguments must be an object"))
     return calls
 
 
@@ -81,13 +88,10 @@ def openai_calls(text: str, answer: str) -> tuple[str | None, list[dict[str, Any
     calls = parsed_calls(answer)
     if not calls or any(call.error for call in calls):
         return text, []
-    written = [
-        {
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in calls
-    ]
+    written = []
+    for call in calls:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        written.append({"type": "function", "function": {"name": call.name, "arguments": arguments}})
     before, _, after = text.rpartition(answer)
     content = (before + split_calls(answer)[1] + after).rstrip()
     return content or None, written
@@ -113,17 +117,17 @@ class Tools(contextlib.AbstractContextManager):
         """
         self.schemas = [_schema(name, function) for name, function in functions.items()]
         names = [schema["function"]["name"] for schema in self.schemas]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
             raise UserError(
                 "task.tools",
                 f"two tools have the name {repeated[0]!r}, and the model tells tools apart by their names",
                 "rename one",
             )
         self._functions = dict(zip(names, functions.items(), strict=True))
-        self._validators = {
-            schema["function"]["name"]: _validator(name, schema)
-            for name, schema in zip(functions, self.schemas, strict=True)
-        }
+        self._validators = {}  # by the name that the model sees
+        for import_name, schema in zip(functions, self.schemas, strict=True):
+            self._validators[schema["function"]["name"]] = _validator(import_name, schema)
         self._workers = Workers(workers, seconds)
 
     def __exit__(self, *exception: object) -> None:
@@ -202,10 +206,10 @@ def _called(import_name: str, arguments: dict[str, Any]) -> str:
 
 
 def _schema(name: str, function: Any) -> dict[str, Any]:
-    if any(
-        inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call) for call in (function, function.__call__)
-    ):
-        raise UserError("task.tools", f"{name} yields", "write a function, or async def, that returns its result once")
+    for call in (function, function.__call__):
+        if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
+            remedy = "write a function, or async def, that returns its result once"
+            raise UserError("task.tools", f"{name} yields", remedy)
     schema = getattr(function, "schema", None)
     if schema is None:
         from transformers.utils import get_json_schema  # not at module level: workers import this file

@@ -18,8 +18,8 @@ from recjax.rollout.requests import Sampled
 class Trajectory:
     """The turns of one agent, joined into rows as they arrive.
 
-    If a turn's prompt begins with all tokens of a row, the turn extends that row, and the prompt's new tokens get mask
-    False. Any other turn begins a row of its own.
+    If a turn's prompt starts with all tokens of a row, the turn extends that row, and the prompt's new tokens get mask
+    False. Any other turn starts a new row.
 
         row: prompt a a a            turn 1 has sampled a a a
         turn 2: prompt a a a t t  →  b b
@@ -34,7 +34,7 @@ class Trajectory:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         """Creates a trajectory without turns."""
         self._tokenizer = tokenizer
-        # Texts of whole rows; None if the prompt was given as tokens. Not a list, so that a copy keeps its texts.
+        # Complete texts of the rows; None if the prompt was given as tokens. A tuple, so that a copy keeps its texts.
         self._texts: tuple[str | None, ...] = ()
         self.rows: tuple[Row, ...] = ()
         self.turns: list[Sampled] = []
@@ -42,14 +42,16 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version of the weights that sampled any of its tokens; None without turns."""
+        """The oldest policy version among the sampled tokens; None if there are no turns yet."""
         return min((int(turn.versions.min()) for turn in self.turns), default=None)
 
     @property
     def version_runs(self) -> tuple[tuple[int, int], ...]:
         """Policy versions of the sampled tokens, row by row; see `Completion.version_runs`."""
-        turns = [self.turns[turn] for turn in sorted(range(len(self.ends)), key=self.ends.__getitem__)]
-        return runs_of(np.concatenate([np.zeros(0, np.int32), *(turn.versions for turn in turns)]))
+        versions = [np.zeros(0, np.int32)]
+        for _, turn in sorted(zip(self.ends, range(len(self.ends)), strict=True)):
+            versions.append(self.turns[turn].versions)
+        return runs_of(np.concatenate(versions))
 
     @property
     def truncated(self) -> bool:
@@ -64,14 +66,20 @@ class Trajectory:
         Raises:
             UserError: the text gives no tokens, or the tokenizer does not know it.
         """
-        extended = {row: before for row, before in enumerate(self._texts) if before and text.startswith(before)}
-        if not extended:
+        longest = None  # the row with the longest text that the prompt continues
+        longest_text = ""
+        for number, row_text in enumerate(self._texts):
+            if row_text and text.startswith(row_text) and len(row_text) > len(longest_text):
+                longest = number
+                longest_text = row_text
+        if longest is None:
             return np.array(encode_prompts(self._tokenizer, [text], rendered=rendered)[0], np.int32)
-        longest = max(extended, key=lambda row: len(extended[row]))
-        new_text = text[len(extended[longest]) :]
-        before = _tokens(self.rows[longest])
-        new_tokens = encode_after(self._tokenizer, before, new_text, "prompt") if new_text else []
-        return np.concatenate([before, np.array(new_tokens, np.int32)])
+        row_tokens = _tokens(self.rows[longest])
+        new_text = text[len(longest_text) :]
+        new_tokens = []
+        if new_text:
+            new_tokens = encode_after(self._tokenizer, row_tokens, new_text, "prompt")
+        return np.concatenate([row_tokens, np.array(new_tokens, np.int32)])
 
     def add(self, prompt: Int[np.ndarray, " prompt_time"], sampled: Sampled, text: str | None = None) -> str:
         """Adds a turn; returns the text that it wrote, including special tokens.
@@ -81,27 +89,46 @@ class Trajectory:
             text: text of the prompt, if the prompt was given as text.
         """
         self.turns.append(sampled)
-        whole = list(map(_tokens, self.rows))
-        extended = [number for number, ids in enumerate(whole) if np.array_equal(ids, prompt[: len(ids)])]
-        number = max(extended, key=lambda number: len(whole[number]), default=len(whole))
-        row = self.rows[number] if extended else Row(prompt, *sampled.up_to(0).row_columns)
+        number = self._extended_row(prompt)
+        if number is None:
+            number = len(self.rows)
+            row = Row(prompt, *sampled.up_to(0).row_columns)
+        else:
+            row = self.rows[number]
         between = prompt[len(_tokens(row)) :]
         tokens, mask, logprobs, recorded = sampled.row_columns
-        sequences = (row.recorded, len(row.tokens)), ({}, len(between)), (recorded, len(tokens))
-        behavior_logprobs = row.behavior_logprobs
-        assert behavior_logprobs is not None
+        assert row.behavior_logprobs is not None
         row = Row(
             row.prompt_tokens,
             np.concatenate([row.tokens, between, tokens], dtype=np.int32),
             np.concatenate([row.mask, np.zeros(len(between), bool), mask]),
-            np.concatenate([behavior_logprobs, np.zeros(len(between), np.float32), logprobs]),
-            join_recorded(sequences),
+            np.concatenate([row.behavior_logprobs, np.zeros(len(between), np.float32), logprobs]),
+            join_recorded([(row.recorded, len(row.tokens)), ({}, len(between)), (recorded, len(tokens))]),
         )
-        self.rows = *self.rows[:number], row, *self.rows[number + 1 :]
         self.ends.append((number, len(row.tokens)))
         written = decode_after(self._tokenizer, prompt, sampled.tokens)
-        self._texts = *self._texts[:number], None if text is None else text + written, *self._texts[number + 1 :]
+        row_text = None
+        if text is not None:
+            row_text = text + written
+        # The tuples are new, so that copies of this trajectory keep theirs.
+        rows = list(self.rows)
+        rows[number : number + 1] = [row]
+        self.rows = tuple(rows)
+        texts = list(self._texts)
+        texts[number : number + 1] = [row_text]
+        self._texts = tuple(texts)
         return written
+
+    def _extended_row(self, prompt: Int[np.ndarray, " prompt_time"]) -> int | None:
+        """Number of the longest row with whose tokens the prompt starts; None if it starts with no row's."""
+        longest = None
+        most_tokens = -1
+        for number, row in enumerate(self.rows):
+            tokens = _tokens(row)
+            if len(tokens) > most_tokens and np.array_equal(tokens, prompt[: len(tokens)]):
+                longest = number
+                most_tokens = len(tokens)
+        return longest
 
 
 def _tokens(row: Row) -> Int[np.ndarray, " time"]:
@@ -110,7 +137,10 @@ def _tokens(row: Row) -> Int[np.ndarray, " time"]:
 
 def said(sampled: Sampled, tokenizer: PreTrainedTokenizerBase, prompt: Int[np.ndarray, " time"]) -> str:
     """The text of a completion of a prompt, without the token that ended it."""
-    return decode_after(tokenizer, prompt, sampled.tokens if sampled.truncated else sampled.tokens[:-1])
+    written = sampled.tokens
+    if not sampled.truncated:
+        written = written[:-1]
+    return decode_after(tokenizer, prompt, written)
 
 
 def up_to_stop(
@@ -146,25 +176,37 @@ def thoughts_opening(completion: Completion, tokenizer: PreTrainedTokenizerBase)
     The text of a trajectory is its last reply. A reply that continues earlier replies as plain text starts inside any
     thoughts that they have not closed. A special token at the end of a reply, or after it, starts a new turn.
     """
-
     if not completion.rows:
         return ""
-    number, end = completion.turns[-1] if completion.turns else (-1, None)
+    number = len(completion.rows) - 1
+    end = None
+    if completion.turns:
+        number, end = completion.turns[-1]
     row = completion.rows[number]
     tokens = row.tokens[:end]
     mask = row.mask[:end]
-    opening = prompt_opening(tokenizer, (*row.prompt_tokens.tolist(),))
+    opening = prompt_opening(tokenizer, tuple(row.prompt_tokens.tolist()))
     if not completion.turns and mask.all():
         return opening
-    ends = {turn.end for turn in completion.turns if turn.row == number}
-    starts = sorted({0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), *ends} - {len(tokens)})
-    special = set(tokenizer.all_special_ids) if starts[1:] else set()
-    for start, stop in itertools.pairwise(starts):
+    # Pieces of the row: each is a reply, or text between two replies.
+    starts = {0}
+    starts.update((np.flatnonzero(np.diff(mask)) + 1).tolist())
+    starts.update(turn.end for turn in completion.turns if turn.row == number)
+    starts.discard(len(tokens))
+    if starts == {0}:
+        return opening
+    special_ids = set(tokenizer.all_special_ids)
+    for start, stop in itertools.pairwise(sorted(starts)):
         piece = tokens[start:stop]
-        if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):
+        is_reply = mask[start]
+        turn_marks = piece
+        if is_reply:
+            turn_marks = piece[-1:]
+        if special_ids.intersection(turn_marks.tolist()):
             opening = ""
         text = decode_after(tokenizer, (), piece)
-        if mask[start] or opening:
+        if is_reply or opening:
             opening = unclosed_tag(opening + text)
-        opening = opening or opening_tag(text)
+        if not opening:
+            opening = opening_tag(text)
     return opening

@@ -188,7 +188,7 @@ class EngineCheck:
         if is_new:
             self._version += 1
         self._sampler.takes_weights = self._pushes
-        return self._sampler.sample(self._prompts, params, self._version, self._version)
+        return self._sampler.sample(params, self._version, self._version, self._prompts)
 
     def _logprobs(self, name: str) -> Line:
         groups = self._sample(self._opened.params, is_new=False)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import uuid
 from collections import Counter
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 _ENDED = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")  # finish reasons of complete completions
 _CUT = ("length", "max_tokens", "model_length")
 _HIGHEST = 1e-3  # rounding can lift a log-prob slightly above 0
-_RESEED = 7_368_787  # between the seeds of two tries, which is more than a batch has completions
+_RESEED = 7_368_787  # the seeds of two tries differ by more than a batch has completions
 
 
 class LostWeightsError(Exception):
@@ -71,12 +72,18 @@ class RemoteEngine(contextlib.AbstractContextManager):
         self._retries = address.retries
         self._policy = policy
         self._rollout = config.rollout
-        self._is_processed = bool(config.rollout.engine and config.rollout.engine.processed_logprobs)
+        engine = config.rollout.engine
+        dialect_name = self.server.api
+        self._is_processed = False
+        if engine:
+            self._is_processed = engine.processed_logprobs
+            if engine.dialect:
+                dialect_name = engine.dialect
         self._pusher = uuid.uuid4().hex[:12]
         self._template = config.model.chat_template_kwargs
         self._adapter = None
         self._gives_ids = True
-        self.dialect = dialects.dialect_of((config.rollout.engine and config.rollout.engine.dialect) or self.server.api)
+        self.dialect = dialects.dialect_of(dialect_name)
         self.api = self.dialect.name
         self.most_choices = self.dialect.most_choices
         self._has_unlabeled = False
@@ -90,9 +97,19 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """Connects to the server in `rollout.engine`."""
         engine = config.rollout.engine
         assert engine is not None
-        key = next(iter(read_keys(engine.api_key_file, most=1, key="rollout.engine.api_key_file")), None)
-        limits = engine.concurrency, engine.reply_seconds, engine.retries
-        return cls(Address(engine.url, engine.model, key, *limits, "rollout.engine.url"), policy, config)
+        api_key = None
+        for only_key in read_keys(engine.api_key_file, most=1, key="rollout.engine.api_key_file"):
+            api_key = only_key
+        address = Address(
+            url=engine.url,
+            model=engine.model,
+            api_key=api_key,
+            concurrency=engine.concurrency,
+            seconds=engine.reply_seconds,
+            retries=engine.retries,
+            key="rollout.engine.url",
+        )
+        return cls(address, policy, config)
 
     def __exit__(self, *exception: object) -> None:
         """Waits for replies to current requests, then logs how many replies were skipped, by reason."""
@@ -119,7 +136,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             UserError: the server refuses, or does not answer after all retries.
         """
         replies = self._in_parallel(
-            (self._completions, problem, seed + place, source) for place, problem in enumerate(problems)
+            (self._completions, problem, seed + number, source) for number, problem in enumerate(problems)
         )
         for completions, wrong in replies:
             self.left_out.update(wrong)
@@ -151,7 +168,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """Gives the server new weights from a folder on a disk that both share; the server must acknowledge them.
 
         Args:
-            folder: whole model, or adapters in PEFT's format.
+            folder: a complete model, or adapters in PEFT's format.
             version: policy version of the weights.
         Raises:
             LostWeightsError: the server may have restarted between two requests of the push.
@@ -184,8 +201,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
         self.version = version
 
     def _acknowledged(self, path: str, body: dict[str, Any]) -> None:
-        unknown = f"it may have any weights now; {self.dialect.push_remedy}; then start the run again, which gives"
-        unknown += " the server its weights"
+        unknown = (
+            f"it may have any weights now; {self.dialect.push_remedy}; then start the run again, which gives the"
+            " server its weights"
+        )
         try:
             reply = self.server.sent("POST", path, body)
         except UserError as error:  # vLLM ends after an error in its workers
@@ -195,9 +214,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
         words = error_of(reply)[0]
         with contextlib.suppress(ValueError):
             parsed = reply.json()
-            if reply.is_success and not (isinstance(parsed, dict) and parsed.get("success") is False):
+            says_failed = isinstance(parsed, dict) and parsed.get("success") is False
+            if reply.is_success and not says_failed:
                 return
-            words = str(parsed.get("message", words))[:300] if isinstance(parsed, dict) else words
+            if isinstance(parsed, dict):
+                words = str(parsed.get("message", words))[:300]
         if reply.is_success and (not reply.text or "success" in reply.text.lower()):  # vLLM's replies are no JSON
             return
         raise UserError(
@@ -225,33 +246,38 @@ class RemoteEngine(contextlib.AbstractContextManager):
         prefixes = [tokens[real] for tokens, real in zip(prompts.tokens, prompts.mask, strict=True)]
         # Each request has its own thread, so that completions one by one are requested at the same time too.
         size = min(self.most_choices or group_size, group_size)
-        starts = [(prefix, start) for prefix in prefixes for start in range(0, group_size, size)]
-        stops = np.atleast_1d(self._policy.stop_ids).tolist()
-        constant = {
-            "limit": self._rollout.max_completion_tokens,
-            "stop_ids": stops,
-            "sampling": self._rollout.sampling(),
-            "top_k": self._policy.recording.top_k,
-        }
-        draws = [
-            Draw(prefix.tolist(), min(size, group_size - start), seed + number * size, **constant)
-            for number, (prefix, start) in enumerate(starts)
-        ]
+        draws = []
+        for prefix in prefixes:
+            for start in range(0, group_size, size):
+                draws.append(
+                    Draw(
+                        prefix=prefix.tolist(),
+                        count=min(size, group_size - start),
+                        seed=seed + len(draws) * size,
+                        limit=self._rollout.max_completion_tokens,
+                        stop_ids=np.atleast_1d(self._policy.stop_ids).tolist(),
+                        sampling=self._rollout.sampling(),
+                        top_k=self._policy.recording.top_k,
+                    )
+                )
         drawn = self._in_parallel((self.draw, draw, version) for draw in draws)
         if self._has_unlabeled:
             # Only this run pushes: its weights after the replies were also the weights of the replies.
             self._has_unlabeled = False
             label = self.server.read(self.server.sent("GET", "/weight_info")).get("weight_version")
-            if (held := self._version_of(label)) != self.version:
-                raise LostWeightsError(f"{self.server.named}: the server has weights of version {held}")
-        sampled = [each for draw in drawn for each in draw]
-        of_each = [prefix for prefix in prefixes for _ in range(group_size)]
-        completions = sampled_completions(of_each, sampled, self._policy, self._rollout.sampling(), source)
-        of_groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
-        return problem_groups(name, prompts.problems, of_groups)
+            server_version = self._version_of(label)
+            if server_version != self.version:
+                raise LostWeightsError(f"{self.server.named}: the server has weights of version {server_version}")
+        sampled = list(itertools.chain.from_iterable(drawn))
+        row_prefixes = []
+        for prefix in prefixes:
+            row_prefixes += [prefix] * group_size
+        completions = sampled_completions(row_prefixes, sampled, self._policy, self._rollout.sampling(), source)
+        groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
+        return problem_groups(name, prompts.problems, groups)
 
     def draw(self, draw: Draw, version: int) -> list[Sampled]:
-        """Samples the completions of a draw, and samples others in place of unusable ones.
+        """Samples the completions of a draw, and samples unusable ones again.
 
         Raises:
             LostWeightsError, UserError: see `sample_tokens`.
@@ -259,8 +285,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
         completions = []
         retries = self._retries
         tries = 0
-        while (missing := draw.count - len(completions)) > 0:
-            count = min(missing, self.most_choices or missing)
+        while len(completions) < draw.count:
+            count = draw.count - len(completions)
+            if self.most_choices:
+                count = min(count, self.most_choices)
             seed = (draw.seed + tries * _RESEED + len(completions)) % 2**31
             sampled, wrong = self.try_draw(draw._replace(count=count, seed=seed), version)
             completions += sampled
@@ -308,8 +336,10 @@ class RemoteEngine(contextlib.AbstractContextManager):
             raise LostWeightsError(f"{self.server.named}: the server does not have adapter {self._adapter}")
         if self.api == "sglang" and self._adapter and reply.status_code == 400 and "lora" in reply.text.lower():
             raise LostWeightsError(f"{self.server.named}: {error_of(reply)[0]}")
-        is_list = reply.is_success and reply.text.lstrip().startswith("[")
-        parsed = reply.json() if is_list else self.server.read(reply)
+        if reply.is_success and reply.text.lstrip().startswith("["):
+            parsed = reply.json()
+        else:
+            parsed = self.server.read(reply)
         try:
             return whole_choices(self.dialect.choices(parsed), draw.count, self.server.url)
         except MissingChoicesError as error:
@@ -327,7 +357,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """
         reason = choice.get("finish_reason")
         tokens = choice.get("token_ids")
-        if reason not in (*_ENDED, *_CUT):
+        if reason not in _ENDED and reason not in _CUT:
             raise UnusableError(f"finish_reason {reason!s:.50}")
         if not isinstance(tokens, list) or not tokens:
             raise UnusableError("no token ids")
@@ -349,15 +379,20 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if not self._describes_sampling(choice, bool(recorded)):
             raise UnusableError(f"log-probs of another distribution than the tokens ({self.dialect.logprobs_remedy})")
         ends = np.flatnonzero(np.isin(tokens, draw.stop_ids))
-        count = int(ends[0]) + 1 if len(ends) else len(tokens)
+        count = len(tokens)
+        if len(ends):
+            count = int(ends[0]) + 1
         if not len(ends) and (reason not in _CUT or len(tokens) < draw.limit):
             raise UnusableError(
                 f"finish_reason {reason} after {len(tokens)} of {draw.limit} tokens, without an end token of the policy"
             )
-        columns = zip((tokens, logprobs, versions), (np.int32, np.float32, np.int32), strict=True)
-        arrays = [np.array(values, dtype) for values, dtype in columns]
-        sampled_tokens, sampled_logprobs, sampled_versions = arrays
-        sampled = Sampled(sampled_tokens, sampled_logprobs, sampled_versions, False, recorded)
+        sampled = Sampled(
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            versions=np.array(versions, np.int32),
+            truncated=False,
+            recorded=recorded,
+        )
         return sampled.up_to(count)._replace(truncated=not len(ends))
 
     def _token_versions(self, choice: dict[str, Any], count: int, version: int) -> list[int]:
@@ -383,8 +418,11 @@ class RemoteEngine(contextlib.AbstractContextManager):
                     raise LostWeightsError(f"{self.server.named}: {words}")
                 versions = versions or pushed
         versions = versions or [version] * count
-        if len(versions) != count or not all(isinstance(each, int) and each <= version for each in versions):
+        if len(versions) != count:
             raise misfit
+        for token_version in versions:
+            if not isinstance(token_version, int) or token_version > version:
+                raise misfit
         return versions
 
     def _version_of(self, label: Any) -> int:
@@ -440,14 +478,14 @@ class RemoteEngine(contextlib.AbstractContextManager):
                     # Some servers always send a single choice; a request for each completion is no retry.
                     retries += 1
                     self.most_choices = 1
-            completions += [
-                self._text_completion(problem, reply, choice, source)
-                for choice, why in zip(choices, wrong, strict=False)
-                if why is None
-            ]
+            for choice, reason in zip(choices, wrong, strict=False):
+                if reason is None:
+                    completions.append(self._text_completion(problem, reply, choice, source))
+            reasons = [reason for reason in wrong if reason is not None]
+            unusable += reasons
             requested += count
-            retries -= any(wrong)
-            unusable += filter(None, wrong)
+            if reasons:
+                retries -= 1
         # All completions of a prompt need tokens, or none: otherwise they would have no common prompt.
         if not all(completion.rows for completion in completions):
             completions = [completion._replace(rows=()) for completion in completions]
@@ -456,7 +494,13 @@ class RemoteEngine(contextlib.AbstractContextManager):
     def _text_completion(
         self, problem: Problem, reply: dict[str, Any], choice: dict[str, Any], source: str
     ) -> Completion:
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        if "message" in choice:
+            text = choice["message"]["content"]
+        else:
+            text = choice["text"]
+        metadata = {}
+        if problem.template:
+            metadata[CHAT_TEMPLATE] = dict(problem.template)
         return Completion(
             id="",
             source=source,
@@ -465,7 +509,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             sampling=self._rollout.sampling(),
             policy_version=None,
             truncated=choice["finish_reason"] in _CUT,
-            metadata={CHAT_TEMPLATE: dict(problem.template)} if problem.template else {},
+            metadata=metadata,
         )
 
     def _body(self, problem: Problem, count: int, seed: int) -> dict[str, Any]:
@@ -514,7 +558,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
             if self._gives_ids:
                 self.server.warn("none", "the server sends no token ids, so the store gets only texts")
             return ()
-        if not (self._are_known((*prompt, *tokens)) and self._decodes_to(tokens, text)):
+        are_known = self._are_known(prompt) and self._are_known(tokens)
+        if not are_known or not self._decodes_to(tokens, text):
             self.server.warn("vocabulary", "token ids are not of the policy's vocabulary, so the store gets only texts")
             return ()
         recorded = sets_from_lists(choice.get("sampling_mask"), tokens, self._policy.recording.kept_ids)
@@ -524,21 +569,28 @@ class RemoteEngine(contextlib.AbstractContextManager):
             self.server.warn("sampling", words)
             logprobs = None
         mask = np.ones(len(tokens), bool)
-        behavior_logprobs = None if logprobs is None else np.array(logprobs, np.float32)
+        behavior_logprobs = None
+        if logprobs is not None:
+            behavior_logprobs = np.array(logprobs, np.float32)
         return (Row(np.array(prompt, np.int32), np.array(tokens, np.int32), mask, behavior_logprobs, recorded),)
 
     def _decodes_to(self, tokens: list[int], text: str) -> bool:
         """True if the tokens are a completion within the length limit that reads as the text."""
         if len(tokens) > self._rollout.max_completion_tokens:
             return False
-        ended = tokens[:-1] if tokens[-1] in self._policy.stop_ids else tokens
+        written = tokens
+        if tokens[-1] in self._policy.stop_ids:
+            written = tokens[:-1]
         reply = text.strip().rstrip("\ufffd")
-        # Some servers include special tokens in the text; no server includes the stop string.
-        decoded = [
-            str(self._policy.tokenizer.decode(ended, skip_special_tokens=skip)).strip().rstrip("\ufffd")
-            for skip in (False, True)
-        ]
-        return any(each.startswith(reply) if self._rollout.stop else each == reply for each in decoded)
+        for skips_special in (False, True):  # some servers include special tokens in the text
+            decoded = str(self._policy.tokenizer.decode(written, skip_special_tokens=skips_special))
+            decoded = decoded.strip().rstrip("\ufffd")
+            if decoded == reply:
+                return True
+            # No server includes the stop string, which the tokens have.
+            if self._rollout.stop and decoded.startswith(reply):
+                return True
+        return False
 
 
 def _logprobs(reply: dict[str, Any], choice: dict[str, Any], count: int) -> list[float] | None:
@@ -547,7 +599,10 @@ def _logprobs(reply: dict[str, Any], choice: dict[str, Any], count: int) -> list
     if values is None:
         reported = choice.get("logprobs") or {}
         content = reported.get("content")
-        values = reported.get("token_logprobs") if content is None else [token.get("logprob") for token in content]
+        if content is None:
+            values = reported.get("token_logprobs")
+        else:
+            values = [token.get("logprob") for token in content]
     if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
         return None
     if not all(LOWEST_LOGPROB < value < _HIGHEST for value in values):  # also false for NaN
@@ -558,13 +613,20 @@ def _logprobs(reply: dict[str, Any], choice: dict[str, Any], count: int) -> list
 def _wrong_with(choice: dict[str, Any]) -> str | None:
     """The reason why a choice is not a completion of the policy; None if it is one."""
     message = choice.get("message")
-    reason = choice.get("finish_reason")
-    content = message if isinstance(message, dict) else {}
-    if content.get("refusal"):
+    if not isinstance(message, dict):
+        message = {}
+    if message.get("refusal"):
         return "refusal"
-    if reason not in (*_ENDED, *_CUT):
-        return "no finish_reason" if reason is None else f"finish_reason {reason!s:.50}"
-    text = content.get("content") if "message" in choice else choice.get("text")
-    if not text and (content.get("reasoning_content") or content.get("reasoning")):
+    reason = choice.get("finish_reason")
+    if reason is None:
+        return "no finish_reason"
+    if reason not in _ENDED and reason not in _CUT:
+        return f"finish_reason {reason!s:.50}"
+    text = choice.get("text")
+    if "message" in choice:
+        text = message.get("content")
+    if not text and (message.get("reasoning_content") or message.get("reasoning")):
         return "only reasoning"
-    return None if isinstance(text, str) else "no text"
+    if not isinstance(text, str):
+        return "no text"
+    return None

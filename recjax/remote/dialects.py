@@ -52,7 +52,9 @@ def explicit_values(api: str, sampling: Sampling, stop_ids: list[int]) -> dict[s
         "ignore_eos": False,
         "skip_special_tokens": True,
     }
-    return values | (_LLAMACPP_VALUES if api == "llamacpp" else {})
+    if api == "llamacpp":
+        values |= _LLAMACPP_VALUES
+    return values
 
 
 def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_route: bool) -> tuple[str, dict[str, Any]]:
@@ -65,11 +67,12 @@ def token_request(api: str, draw: Draw, model: str, adapter: str | None, has_rou
     """
     values = explicit_values(api, draw.sampling, draw.stop_ids)
     values |= {"n": draw.count, "seed": draw.seed, "max_tokens": draw.limit, "logprobs": 0}
-    named = {"model": adapter or model}
+    named: dict[str, Any] = {"model": adapter or model}
     if draw.top_k and api == "vllm":
         # One more, as vLLM's list begins with the sampled token: which tokens are recorded must not depend on it.
-        values |= {"logprobs": draw.top_k + 1}
-        named |= {} if has_route else {"return_tokens_as_token_ids": True}
+        values["logprobs"] = draw.top_k + 1
+        if not has_route:
+            named["return_tokens_as_token_ids"] = True
     if has_route:
         return GENERATE, named | {"token_ids": draw.prefix, "sampling_params": values}
     return "completions", named | values | {"prompt": draw.prefix, "return_token_ids": True}
@@ -83,14 +86,16 @@ def _sglang_request(
     # --enable-deterministic-inference.
     del values["min_tokens"]
     values |= {"n": 1, "min_new_tokens": 0, "max_new_tokens": draw.limit}
-    rows = [values | {"sampling_seed": draw.seed + place} for place in range(draw.count)]
+    rows = [values | {"sampling_seed": draw.seed + number} for number in range(draw.count)]
     body = {
         "input_ids": [draw.prefix] * draw.count,
         "sampling_params": rows,
         "return_logprob": True,
         "lora_path": adapter,
     }
-    return "/generate", body | ({"return_sampling_mask": True} if draw.sampling.has_cuts else {})
+    if draw.sampling.has_cuts:
+        body["return_sampling_mask"] = True
+    return "/generate", body
 
 
 def _llamacpp_request(
@@ -109,7 +114,9 @@ def labeled_choices(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sglang_choices(reply: Any) -> dict[str, Any]:
-    return {"choices": [_sglang_choice(each) for each in (reply if isinstance(reply, list) else [reply])]}
+    if not isinstance(reply, list):
+        reply = [reply]
+    return {"choices": [_sglang_choice(sampled) for sampled in reply]}
 
 
 def top_pairs(choice: dict[str, Any]) -> list[list[tuple[int, float]]] | None:
@@ -118,18 +125,23 @@ def top_pairs(choice: dict[str, Any]) -> list[list[tuple[int, float]]] | None:
     recjax has a list of its own, vLLM's route for tokens has objects with ids, and its other routes have texts
     "token_id:5".
     """
-    if pairs := choice.get("token_top_logprobs"):
+    pairs = choice.get("token_top_logprobs")
+    if pairs:
         return pairs
     reported = choice.get("logprobs") or {}
+    pairs = []
     try:
-        if (content := reported.get("content")) is not None:
-            return [[(top["token_id"], top["logprob"]) for top in token["top_logprobs"]] for token in content]
-        return [
-            [(int(text.removeprefix("token_id:")), logprob) for text, logprob in of_token.items()]
-            for of_token in reported["top_logprobs"]
-        ]
+        content = reported.get("content")
+        if content is not None:
+            for token in content:
+                pairs.append([(top["token_id"], top["logprob"]) for top in token["top_logprobs"]])
+        else:
+            for token_logprobs in reported["top_logprobs"]:
+                named = token_logprobs.items()
+                pairs.append([(int(text.removeprefix("token_id:")), logprob) for text, logprob in named])
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
+    return pairs
 
 
 def _sglang_choice(reply: dict[str, Any]) -> dict[str, Any]:
@@ -137,12 +149,17 @@ def _sglang_choice(reply: dict[str, Any]) -> dict[str, Any]:
     sampled = meta.get("output_token_logprobs") or []
     reason = meta.get("finish_reason")
     mask = meta.get("output_token_sampling_mask")
-    logprobs = [token[0] for token in sampled] if mask is None else meta.get("output_token_sampling_logprobs")
+    if mask is None:
+        logprobs = [token[0] for token in sampled]
+    else:
+        logprobs = meta.get("output_token_sampling_logprobs")
+    if isinstance(reason, dict):
+        reason = reason.get("type")
     return {
         "token_ids": [token[1] for token in sampled],
         "token_logprobs": logprobs,
         "sampling_mask": mask,
-        "finish_reason": reason.get("type") if isinstance(reason, dict) else reason,
+        "finish_reason": reason,
         "weight_version": meta.get("weight_version"),
         "weight_versions": meta.get("weight_versions"),
     }
@@ -166,7 +183,9 @@ def weight_labels(choice: dict[str, Any], count: int) -> list[str | None] | None
     spans = choice.get("weight_versions")
     label = choice.get("weight_version")
     if spans is None:
-        return None if label is None else [label] * count
+        if label is None:
+            return None
+        return [label] * count
     labels = []
     for span in spans:
         if span["start"] != len(labels) or not span["start"] < span["end"] <= count:
@@ -213,7 +232,9 @@ def _vllm_push(folder: Path, label: str, is_adapter: bool, pauses: bool) -> Push
         ("/reset_prefix_cache?reset_running_requests=true", {}),
         ("/update_weight_version", {"new_version": label}),
     ]
-    return Push("/pause?mode=wait", steps, "/resume") if pauses else Push(None, steps)
+    if pauses:
+        return Push("/pause?mode=wait", steps, "/resume")
+    return Push(None, steps)
 
 
 # --- Dialects by name.

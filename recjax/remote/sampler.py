@@ -2,28 +2,21 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import logging
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
 
 from recjax.errors import UserError
 from recjax.experience.group import Group
-from recjax.hub.export import export_model, write_adapters, write_base
-from recjax.hub.tokenizers import model_folder
 from recjax.models.placement import params_on_host
-from recjax.models.trainable import combine, merged
+from recjax.models.trainable import combine
 from recjax.remote.client import LostWeightsError, RemoteEngine
+from recjax.remote.pushing import pushed_folder, takes_adapters, write_pushed
 from recjax.rollout.collecting import submit
-from recjax.runtime.files import digest, whole_folder
-from recjax.sources.sampling import BatchSampler, SampledBatch
+from recjax.sources.policy_sampler import SampledBatch
+from recjax.sources.sampling import BatchSampler
 from recjax.tasks.prompts import Prompts
 
 logger = logging.getLogger(__name__)
@@ -59,16 +52,21 @@ class EngineSampler(contextlib.AbstractContextManager):
         """
         config = self._sampler.config
         self.engine = engine = RemoteEngine.of_config(config, self._sampler.policy)
-        takes_adapters = engine.api == "vllm" and config.model.lora is not None and config.model.path is not None
-        self.takes_weights = engine.takes_folders or takes_adapters
-        if not (self.takes_weights or config.regime.offline):
+        is_vllm = engine.api == "vllm"
+        self.takes_weights = engine.takes_folders or (is_vllm and takes_adapters(config, engine.api))
+        if not self.takes_weights and not config.regime.offline:
             engine.__exit__()
             assert config.rollout.engine is not None
-            remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
+            remedy = "set regime.offline=true to train on samples from its own weights"
+            if is_vllm:
+                remedy = (
+                    "start vLLM with VLLM_SERVER_DEV_MODE=1, or train adapters (model.lora and model.path), or "
+                    + remedy
+                )
             raise UserError(
                 "rollout.engine.url",
                 f"{engine.api or 'this server'} cannot take whole weights over HTTP",
-                f"{remedy * (engine.api == 'vllm')}set regime.offline=true to train on samples from its own weights",
+                remedy,
                 value=config.rollout.engine.url,
             )
         return self
@@ -88,21 +86,24 @@ class EngineSampler(contextlib.AbstractContextManager):
             "engine/unusable": self.engine.left_out.total(),
         }
 
-    def replace_weights(self, version: int, weights: Callable[[], dict]) -> None:
+    def offer_weights(self, weights: Callable[[], dict], version: int) -> None:
         """Copies the weights to the host; see `PolicySampler`."""
-        if version != self._version:
-            self._version = version
-            self._params = params_on_host(combine(weights(), self._frozen)) if self.takes_weights else {}
+        if version == self._version:
+            return
+        self._version = version
+        self._params = {}
+        if self.takes_weights:
+            self._params = params_on_host(combine(weights(), self._frozen))
 
     def issue(self, number: int, rates: Mapping[str, float | None] | None = None) -> None:
         """See `PolicySampler`."""
         assert self._version is not None
-        self._issued[number] = self._thread.submit(self._batch, number, self._version, self._params, rates)
+        self._issued[number] = self._thread.submit(self._batch, self._params, self._version, number, rates)
         self.in_flight[number] = self._version
 
-    def _batch(self, number: int, version: int, params: dict, rates: Mapping[str, float | None] | None) -> SampledBatch:
+    def _batch(self, params: dict, version: int, number: int, rates: Mapping[str, float | None] | None) -> SampledBatch:
         prompts = self._sampler.batch_prompts(number, rates)
-        groups = self.sample(prompts, params, version, number)
+        groups = self.sample(params, version, number, prompts)
         return groups, submit(groups, prompts, self._sampler.grading)
 
     def receive(self, wait: bool) -> list[tuple[int, SampledBatch]]:
@@ -113,11 +114,13 @@ class EngineSampler(contextlib.AbstractContextManager):
         self.in_flight = {number: version for number, version in self.in_flight.items() if number not in done}
         return [(number, self._issued.pop(number).result()) for number in done]
 
-    def sample(self, prompts: Prompts, params: dict, version: int, number: int) -> list[Group]:
-        """The groups of a batch, without grades; see `BatchSampler.sample`.
+    def sample(self, params: dict, version: int, number: int, prompts: Prompts) -> list[Group]:
+        """Samples the groups of a batch, without grades; see `BatchSampler.sample`.
 
+        Args:
+            prompts: the batch's prompts.
         Raises:
-            ValueError: the server keeps losing the weights, or sends no usable replies.
+            UserError: the server keeps losing the weights, or sends no usable replies.
         """
         config = self._sampler.config
         count, group_size = config.own_counts
@@ -126,7 +129,7 @@ class EngineSampler(contextlib.AbstractContextManager):
         seed = (config.seed * 1_000_003 + number) * count * group_size % 2**31
         assert config.rollout.engine is not None
         retries = config.rollout.engine.retries
-        for tries in range(retries, -1, -1):
+        for remaining in range(retries, -1, -1):
             try:
                 if self.takes_weights and engine.version != version:
                     self.push(params, version)
@@ -134,7 +137,7 @@ class EngineSampler(contextlib.AbstractContextManager):
                     prompts, group_size, seed, name=f"{number:06d}", source="policy", version=version
                 )
             except LostWeightsError as error:
-                if not tries:
+                if not remaining:
                     raise UserError(
                         problem=f"{error}, after {retries + 1} tries",
                         remedy="give this run a server of its own that stays up",
@@ -149,40 +152,13 @@ class EngineSampler(contextlib.AbstractContextManager):
         Raises:
             UserError: the server does not take them.
         """
-        began = time.monotonic()
+        started = time.monotonic()
         config = self._sampler.config
-        decoder = self._sampler.policy.decoder.config
-        # recjax.serve computes with norm scales in float32, as this process does; other servers round them.
-        dtype = "float32" if self.engine.api == "recjax" else jnp.dtype(self._sampler.policy.decoder.dtype).name
-        output = Path(config.output).absolute()
-        shared_folder = output / "pushed"
-        assert config.rollout.engine is not None
-        if config.rollout.engine.folder:  # other runs may push there as well
-            shared_folder = Path(config.rollout.engine.folder).absolute() / f"{output.name}-{digest(bytes(output))[:8]}"
-        folder = shared_folder / str(version)
-        path = config.model.path
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
-        # Before adapters are merged: a sum in the compute dtype would round twice.
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-        is_adapter = config.model.lora is not None and self.engine.api != "recjax" and path is not None
-        if is_adapter:
-            with whole_folder(folder) as partial:
-                write_adapters(partial, decoder, params, str(model_folder(path)))
-        else:
-            params = merged(decoder, params) if config.model.lora else params
-            decoder = dataclasses.replace(decoder, lora=None)
-            if self.engine.api == "vllm" and decoder.tie_embeddings and decoder.attention_cap is None:
-                # vLLM's build for CPUs packs weights as it loads them, and keeps the former output layer of tied
-                # embeddings unless the folder has one. Gemma 2, which alone bounds attention scores, takes none.
-                params = params | {"head": {"kernel": params["embedding"]["embedding"].T}}
-                decoder = dataclasses.replace(decoder, tie_embeddings=False)
-            with tempfile.TemporaryDirectory() as base:
-                if path is None:
-                    write_base(Path(base), decoder, self._sampler.policy.tokenizer, self._sampler.policy.stop_ids)
-                export_model(folder, decoder, params, model_folder(path) if path else Path(base), dtype)
-        self.engine.push(folder, version, is_adapter)
+        folder = pushed_folder(config) / str(version)
+        write_pushed(folder, config, self._sampler.policy, params, self.engine.api)
+        self.engine.push(folder, version, takes_adapters(config, self.engine.api))
         self._pushes += 1
-        self._push_seconds = time.monotonic() - began
-        for older in shared_folder.glob("*"):  # the server has acknowledged the newest
+        self._push_seconds = time.monotonic() - started
+        for older in folder.parent.glob("*"):  # the server has acknowledged the newest weights
             if older != folder and older.name.isdecimal():
                 shutil.rmtree(older, ignore_errors=True)

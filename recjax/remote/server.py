@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_WAIT = 30.0  # seconds before a request is tried again
 KEY_VARIABLE = "RECJAX_API_KEY"  # environment variable with the API key, for clients and servers without a key file
-_PASSING = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that may not recur when the request is sent again
+_TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that may not recur when the request is sent again
 
 
 class Address(NamedTuple):
@@ -26,7 +26,7 @@ class Address(NamedTuple):
     model: name of the model on the server; None: its only model.
     api_key: key of the server; None: the server needs no key.
     concurrency: largest number of parallel requests.
-    seconds: time limit for a whole reply.
+    seconds: time limit for a complete reply.
     retries: number of retries of a request that fails for a temporary reason.
     key: the flag or config key with the URL, for messages.
     """
@@ -66,7 +66,9 @@ class RemoteServer:
         """
         self._address = address
         self.url = address.url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+        headers = {}
+        if address.api_key:
+            headers["Authorization"] = f"Bearer {address.api_key}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=address.concurrency)
         self._client = httpx.Client(base_url=f"{self.url}/v1/", headers=headers, timeout=address.seconds, limits=limits)
         self._warned = set()
@@ -84,28 +86,38 @@ class RemoteServer:
     @property
     def named(self) -> str:
         """The URL, after the flag or key that sets it."""
-        return f"{self._address.key}{' ' if self._address.key == '--engine' else ' = '}{self._address.url}"
+        if self._is_flag:
+            return f"{self._address.key} {self._address.url}"
+        return f"{self._address.key} = {self._address.url}"
+
+    @property
+    def _is_flag(self) -> bool:
+        """True if a flag sets the URL, False for a config key."""
+        return self._address.key == "--engine"
 
     def sent(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Sends a request, with retries after temporary failures, and returns the response.
 
         Args:
-            path: path below /v1; a path that begins with a slash is below the server's root.
+            path: path below /v1; a path that starts with a slash is below the server's root.
         Raises:
             UserError: the server does not answer, or keeps failing.
         """
         wait = 0.5
         failures = []
         tries = self._address.retries + 1
-        address = f"{self.url}{path}" if path.startswith("/") else path
+        address = path
+        if path.startswith("/"):
+            address = f"{self.url}{path}"
         for remaining in range(tries - 1, -1, -1):
             try:
                 reply = self._client.request(method, address, json=body)
-                if reply.status_code not in _PASSING:
+                if reply.status_code not in _TEMPORARY:
                     return reply
                 failures.append(f"answers with status {reply.status_code}: {error_of(reply)[0]}")
                 delay = reply.headers.get("retry-after", "")
-                wait = max(wait, float(delay)) if delay.isdecimal() else wait
+                if delay.isdecimal():
+                    wait = max(wait, float(delay))
             except httpx.UnsupportedProtocol as error:
                 raise UserError(self.named, str(error), "give http://HOST:PORT") from error
             except httpx.HTTPError as error:
@@ -138,7 +150,9 @@ class RemoteServer:
         if reply.status_code == 400 and code == "content_filter":  # Azure refuses a prompt
             raise UnusableError(f"finish_reason {code}")
         if reply.status_code in (401, 403):
-            file = "--api_key_file" if self._address.key == "--engine" else "rollout.engine.api_key_file"
+            file = "rollout.engine.api_key_file"
+            if self._is_flag:
+                file = "--api_key_file"
             raise UserError(
                 problem=f"{self.url} refuses the request ({words})",
                 remedy=f"give {file}, a file with one key, or set ${KEY_VARIABLE}",
@@ -165,16 +179,24 @@ class RemoteServer:
         name = self._address.model
         if reply.status_code == 404 and name is not None:
             return name, ""  # the server does not list models
-        listed = self.read(reply).get("data")
-        models = listed if isinstance(listed, list) else []
+        models = self.read(reply).get("data")
+        if not isinstance(models, list):
+            models = []
         owners = {model["id"]: model.get("owned_by", "") for model in models if "id" in model}
         if name is None and len(owners) == 1:
             return next(iter(owners.items()))
-        if name not in owners:
-            flag = "--model" if self._address.key == "--engine" else "rollout.engine.model ="
-            problem = f"{flag} {name!r}: unknown" if name else f"give {flag.removesuffix(' =')}"
-            raise UserError(self.url, problem, f"the server has {', '.join([*owners][:20]) or 'no models'}")
-        return str(name), owners[name]
+        if name is not None and name in owners:
+            return name, owners[name]
+        key = "rollout.engine.model"
+        assignment = f"{key} = {name!r}"
+        if self._is_flag:
+            key = "--model"
+            assignment = f"{key} {name!r}"
+        problem = f"give {key}"
+        if name:
+            problem = f"{assignment}: unknown"
+        names = ", ".join(list(owners)[:20]) or "no models"
+        raise UserError(self.url, problem, f"the server has {names}")
 
 
 def whole_choices(reply: dict[str, Any], count: int, url: str) -> list[dict[str, Any]]:
@@ -189,7 +211,7 @@ def whole_choices(reply: dict[str, Any], count: int, url: str) -> list[dict[str,
     choices = reply.get("choices")
     if not choices:
         raise UserError(url, f"a reply has no choices: {json.dumps(reply):.200}")
-    indices = [choice.get("index", place) for place, choice in enumerate(choices)]
+    indices = [choice.get("index", position) for position, choice in enumerate(choices)]
     if len(choices) != count:
         raise MissingChoicesError(f"{len(choices)} of {count} choices")
     if sorted(map(str, indices)) != sorted(map(str, range(count))):
@@ -215,12 +237,19 @@ def read_keys(file: str | None, most: int | None = None, key: str = "--api_key_f
         UserError: the file cannot be read, has no keys or too many, or has an invalid key.
     """
     if file is None:
-        return tuple(filter(None, [os.environ.get(KEY_VARIABLE, "").strip()]))
+        variable = os.environ.get(KEY_VARIABLE, "").strip()
+        if not variable:
+            return ()
+        return (variable,)
     try:
-        keys = tuple(filter(None, map(str.strip, Path(file).read_text(encoding="utf-8").splitlines())))
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
         raise UserError(f"{key} {file}", f"cannot be read ({error})", "give one key per line") from error
-    if not 0 < len(keys) <= (most or len(keys)) or any(not key.isascii() or len(key.split()) > 1 for key in keys):
-        number = "one key" if most == 1 else "one or more keys, one per line"
+    keys = tuple(line.strip() for line in lines if line.strip())
+    has_right_number = len(keys) > 0 and (most is None or len(keys) <= most)
+    if not has_right_number or any(not api_key.isascii() or len(api_key.split()) > 1 for api_key in keys):
+        number = "one or more keys, one per line"
+        if most == 1:
+            number = "one key"
         raise UserError(f"{key} {file}", f"takes {number}, in ASCII without spaces")
     return keys

@@ -37,11 +37,12 @@ from recjax.runs.spec import check_data
 from recjax.runs.warm_start import FOLDER
 from recjax.runtime.clocks import PhaseSeconds
 from recjax.sources.setup import Demonstrations, Setup
+from recjax.sources.stored import StoreSource
 from recjax.tasks.prompts import batch_indices
 from recjax.training import loop
 from recjax.training.evaluation import HeldOut
 from recjax.training.learner import Learner
-from recjax.training.run import Run, Source, State, Update
+from recjax.training.run import Run, State, Update
 from recjax.training.update import TrainState
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def train_on_demonstrations(
                 settings=stage.settings,
                 part_weights=None,
                 failures={},
-                source=_Demonstrations(stage),
+                source=demonstration_source(stage),
                 learner=learner,
                 log=log,
                 saver=Saver(config, manager, RunLock(folder / NAME, None), log, phases),
@@ -133,19 +134,18 @@ def _stage_config(config: Config) -> Config:
     return config.model_copy(update=stage)
 
 
-class _Demonstrations(Source):
-    """The demonstrations of a step join its batch, as groups of a store at rest do."""
+def demonstration_source(setup: Setup) -> StoreSource:
+    """The demonstrations of a step make up its batch, as groups of a store at rest do."""
+    demonstrations = setup.demonstrations
+    warm_start = setup.config.warm_start
+    assert demonstrations is not None and warm_start is not None
+    shown = demonstrations.train
+    size = warm_start.batch_size
 
-    def __init__(self, setup: Setup):
-        self._setup = setup
+    def shown_at(state: State, groups: list[Group], step: int) -> list[Group]:
+        return [shown[index] for index in batch_indices(len(shown), size, step, setup.config.seed)]
 
-    def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
-        demonstrations = self._setup.demonstrations
-        warm_start = self._setup.config.warm_start
-        assert demonstrations is not None and warm_start is not None
-        shown = demonstrations.train
-        size = warm_start.batch_size
-        return [shown[index] for index in batch_indices(len(shown), size, step, self._setup.config.seed)]
+    return StoreSource(shown_at)
 
 
 class _SupervisedLearner(Learner):

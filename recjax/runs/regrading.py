@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from recjax.agents.agents import with_counts
+from recjax.agents.agent_grades import with_counts
 from recjax.agents.trajectory import thoughts_opening
 from recjax.errors import UserError
 from recjax.experience.group import Completion, Group

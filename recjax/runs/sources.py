@@ -10,11 +10,15 @@ from recjax.errors import UserError
 from recjax.models.placement import params_on_host
 from recjax.remote.sampler import EngineSampler
 from recjax.runs.policies import older_params
-from recjax.sources.generators import Generators, open_generator
+from recjax.sources.completing import complete_batch
+from recjax.sources.followed import FollowedSource
+from recjax.sources.generator import open_generator
+from recjax.sources.generators import Generators
+from recjax.sources.local import LocalSampler
 from recjax.sources.policy import PolicySource
-from recjax.sources.sampling import BatchSampler, LocalSampler
+from recjax.sources.sampling import BatchSampler
 from recjax.sources.setup import Setup
-from recjax.sources.stored import FollowedSource, StoreSource
+from recjax.sources.stored import StoreSource
 from recjax.training.learner import Learner
 from recjax.training.run import Source
 
@@ -52,12 +56,18 @@ def source_of(setup: Setup, learner: Learner, sample: Callable = BatchSampler.sa
     if config.follows:
         return FollowedSource(setup, learner)
     if not config.samples_training_data:
-        return StoreSource(setup, learner)
+        return StoreSource(functools.partial(complete_batch, setup, learner))
     if config.rollout.engine:
         return PolicySource(setup, learner, EngineSampler(setup.sampler, learner.frozen))
     if config.regime.mode == "sync":
         return PolicySource(setup, learner, LocalSampler(setup.sampler, learner.frozen, sample))
-    data = (config, setup.policy, setup.train, setup.grading.reward, params_on_host(learner.frozen))
-    return PolicySource(
-        setup, learner, Generators(config.regime, functools.partial(open_generator, *data, older_params))
+    open_in_process = functools.partial(
+        open_generator,
+        config=config,
+        policy=setup.policy,
+        prompts=setup.train,
+        reward=setup.grading.reward,
+        frozen=params_on_host(learner.frozen),
+        older_params=older_params,
     )
+    return PolicySource(setup, learner, Generators(config.regime, open_in_process))

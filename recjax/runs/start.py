@@ -125,8 +125,11 @@ def opened_run(
     resumed = manager.latest_step() is not None
     with contextlib.ExitStack() as stack:
         # Ray installs its own handler of SIGTERM, so it starts before `stop_requests` installs recjax's handler.
-        for workers in filter(None, (setup.grading, source.opened(state), setup.agents)):
-            stack.enter_context(workers)
+        stack.enter_context(setup.grading)
+        stack.enter_context(source)
+        source.restore(state)
+        if setup.agents:
+            stack.enter_context(setup.agents)
         stopping = stack.enter_context(stop_requests())
         if not resumed:
             trackers.log_text("config", f"```yaml\n{to_yaml(config)}```", 0)

@@ -43,7 +43,7 @@ class Answering:
         self.recorder = recorder
         self.name = name
         self.versions = versions
-        self.created = int(time.time())  # of the model, in seconds since 1970
+        self.created = int(time.time())  # the model's time, in seconds since 1970
         self._rendering = asyncio.Lock()
         self._numbers = numbers
         self._long_prompts = ThreadPoolExecutor(1, "long prompts")
@@ -76,14 +76,25 @@ class Answering:
         try:
             prompts = await self._prompts(body, open_session)
         except UserError as error:
-            raise Refused(400, str(error), param="messages" if kind == "chat" else "prompt") from error
+            key = "prompt"
+            if kind == "chat":
+                key = "messages"
+            raise Refused(400, str(error), param=key) from error
         limits = [self.sampler.limit(prompt.tokens, body.sampled.limit) for prompt in prompts]
         self.sampler.add_distribution(body.sampled.sampling())
-        reply = f"{PREFIXES[kind]}-{uuid.uuid4().hex}"
-        created = int(time.time())
-        version = self.versions.version
-        tokenizer = self.sampler.policy.tokenizer
-        return Job(kind, reply, created, self.name, version, body, tokenizer, prompts, limits, session, began)
+        return Job(
+            kind=kind,
+            id=f"{PREFIXES[kind]}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self.name,
+            version=self.versions.version,
+            body=body,
+            tokenizer=self.sampler.policy.tokenizer,
+            prompts=prompts,
+            limits=limits,
+            session=session,
+            began=began,
+        )
 
     def require_recorder(self) -> Recorder:
         """The recorder.
@@ -99,16 +110,21 @@ class Answering:
         if not isinstance(body, Chat):
             return await self._read(cast(Text | Generate, body).prompts, session)
         messages = [as_written(message, session) for message in body.messages]
-        options = {"tools": body.functions, "variables": [body.chat_template_kwargs]}
         async with self._rendering:
             texts = await asyncio.to_thread(
-                render_chats, self.sampler.policy.tokenizer, [messages], TURN_SECONDS, **options
+                render_chats,
+                self.sampler.policy.tokenizer,
+                [messages],
+                TURN_SECONDS,
+                tools=body.functions,
+                variables=[body.chat_template_kwargs],
             )
-        says_it_all = not (body.functions or body.chat_template_kwargs) and all(
-            message.keys() == {"role", "content"} for message in messages
-        )
         (prompt,) = await self._read(texts, session, rendered=True)
-        return [prompt._replace(messages=messages if says_it_all else None)]
+        if body.functions or body.chat_template_kwargs:
+            return [prompt]
+        if all(message.keys() == {"role", "content"} for message in messages):
+            return [prompt._replace(messages=messages)]
+        return [prompt]
 
     async def _read(
         self, prompts: Sequence[str | np.ndarray], session: Session | None, rendered: bool = False
@@ -117,19 +133,25 @@ class Answering:
         for prompt in prompts:
             self.sampler.check_length(prompt)
         tokenizer = self.sampler.policy.tokenizer
-        # A copy, because turns that end in the meantime change the session's own trajectory.
-        trajectory = Trajectory(tokenizer) if session is None else copy.copy(session.trajectory)
+        if session is None:
+            trajectory = Trajectory(tokenizer)
+        else:
+            # A copy, because turns that end in the meantime change the session's own trajectory.
+            trajectory = copy.copy(session.trajectory)
 
         def read() -> list[Prompt]:
-            return [
-                Prompt(trajectory.tokens_of(prompt, rendered), prompt, None)
-                if isinstance(prompt, str)
-                else Prompt(prompt, decode_after(tokenizer, (), prompt), None)
-                for prompt in prompts
-            ]
+            read_prompts = []
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    read_prompts.append(Prompt(trajectory.tokens_of(prompt, rendered), prompt, None))
+                else:
+                    read_prompts.append(Prompt(prompt, decode_after(tokenizer, (), prompt), None))
+            return read_prompts
 
-        # Long prompts wait for each other, and short ones do not wait for them.
-        threads = self._long_prompts if sum(map(len, prompts)) > LONG_TEXT else None
+        threads = None  # the event loop's own threads
+        if sum(map(len, prompts)) > LONG_TEXT:
+            # Long prompts wait for each other, and short ones do not wait for them.
+            threads = self._long_prompts
         return await asyncio.get_running_loop().run_in_executor(threads, read)
 
     # --- Completions.
@@ -137,20 +159,27 @@ class Answering:
     async def pieces(self, job: Job) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields pieces of completions with their index as they arrive; closing the iterator frees all slots.
 
-        The whole completions come last, in order, once all are on disk.
+        The complete completions come last, in order, once all are on disk.
         """
         settings = job.body.sampled
-        withheld = [CALL_BEGINS] if job.body.functions else []
+        held_back = []
+        if job.body.functions:
+            held_back.append(CALL_BEGINS)
         keys = self.sampler.keys(settings.seed, job.body.count)
         queue: asyncio.Queue = asyncio.Queue()
 
         async def follow(index: int) -> None:
             prompt_index = index // settings.n
-            prompt = job.prompts[prompt_index].tokens
-            limit = job.limits[prompt_index]
-            options = prompt, keys[index], limit, settings.sampling(), settings.stops, withheld
+            pieces = self.sampler.follow(
+                job.prompts[prompt_index].tokens,
+                key=keys[index],
+                limit=job.limits[prompt_index],
+                sampling=settings.sampling(),
+                stop=settings.stops,
+                hold_back=held_back,
+            )
             try:
-                async with contextlib.aclosing(self.sampler.follow(*options)) as pieces:
+                async with contextlib.aclosing(pieces):
                     async for piece in pieces:
                         queue.put_nowait((index, piece))
             except Exception as error:
@@ -184,17 +213,23 @@ class Answering:
         if self.recorder:
             now = datetime.now(UTC)
             metadata = {"request": job.id, "endpoint": job.kind} | job.body.recorded
-            metadata |= {"session": job.session} if job.session else {}
-            metadata |= {"run": self.versions.run} if self.versions.run else {}
+            if job.session:
+                metadata["session"] = job.session
+            if self.versions.run:
+                metadata["run"] = self.versions.run
             records = []
-            for index, (text, sampled) in enumerate((piece.text, piece.sampled) for piece in pieces):
+            texts = []
+            for index, piece in enumerate(pieces):
+                sampled = piece.sampled
                 prompt_index = index // job.body.sampled.n
                 prompt = job.prompts[prompt_index]
-                group = job.id if len(job.prompts) == 1 else f"{job.id}/prompt{prompt_index}"
+                group_id = job.id
+                if len(job.prompts) > 1:
+                    group_id = f"{job.id}/prompt{prompt_index}"
                 completion = Completion(
                     id=f"{job.id}/{index}",
                     source=self.recorder.options.source,
-                    text=text,
+                    text=piece.text,
                     rows=(Row(prompt.tokens, *sampled.row_columns),),
                     sampling=job.body.sampled.sampling(),
                     policy_version=int(sampled.versions.min()),
@@ -203,9 +238,9 @@ class Answering:
                     metadata=metadata,
                 )
                 written_prompt = prompt.messages or prompt.text or PROMPT_LEFT_OUT
-                group = Group(group, prompt.tokens, (completion,), written_prompt)
+                group = Group(group_id, prompt.tokens, (completion,), written_prompt)
                 records.append(Record(group, now, self.recorder.tokenizer_name))
-            texts = [prompt.text for prompt in job.prompts for _ in range(job.body.sampled.n)]
+                texts.append(prompt.text)
             await self.recorder.record(records, texts, job.session)
         self._numbers.whole.observe(time.monotonic() - job.began)
         self._numbers.prompt_tokens.inc(sum(len(prompt.tokens) for prompt in job.prompts))
@@ -217,7 +252,9 @@ class Answering:
 def as_written(message: dict[str, Any], session: Session | None) -> dict[str, Any]:
     """Prepares a message for the template: a tool call from this session keeps the policy's exact text."""
     calls = message.get("tool_calls")
-    turn = session.turn_of(row_of_call(calls[0].get("id"))) if calls and session else None
-    if turn is None or session is None:
+    if not calls or session is None:
+        return message
+    turn = session.turn_of(row_of_call(calls[0].get("id")))
+    if turn is None:
         return message
     return {"role": message["role"], "content": session.turns[turn].completion.text}

@@ -99,7 +99,8 @@ class Server:
                 yield chunk
         async with contextlib.aclosing(self.answering.pieces(job)) as pieces:
             async for index, piece in pieces:
-                completed += [piece] if piece.finish is not None else []
+                if piece.finish is not None:
+                    completed.append(piece)
                 for chunk in streams[index].next(piece):
                     yield chunk
         if job.body.stream_options.include_usage:
@@ -113,7 +114,8 @@ class Server:
         body = read_body(CompletionReward, await _body(request))
         if "/" in body.id:
             return await self._rewarded(body.id, None, body)
-        return await self._rewarded(*await recorder.place_of(body.id, body.index), body)
+        row, turn = await recorder.place_of(body.id, body.index)
+        return await self._rewarded(row, turn, body)
 
     async def session_reward(self, request: Request) -> Response:
         """Takes the reward of a session or a turn."""
@@ -123,18 +125,20 @@ class Server:
 
     async def _rewarded(self, row: str, turn: int | None, body: RewardBody) -> Response:
         recorder = self.answering.require_recorder()
+        reply: dict[str, Any] = {"id": row}
         if turn is None:
             reward, is_new = await recorder.reward(row, body)
         else:
             reward = body.turn_reward()
             is_new = await recorder.reward_turn(row, turn, reward)
+            reply["turn"] = turn
         self._numbers.rewards.inc(is_new)
-        return JSONResponse({"id": row, **({} if turn is None else {"turn": turn}), "reward": reward, "new": is_new})
+        return JSONResponse(reply | {"reward": reward, "new": is_new})
 
     # --- Weights.
 
     async def push(self, request: Request) -> Response:
-        """Takes new weights from a folder, between two rounds of tokens; see SGLang's /update_weights_from_disk."""
+        """Takes new weights from a folder, between two engine steps; see SGLang's /update_weights_from_disk."""
         body = read_body(PushedWeights, await _body(request))
         await self.answering.versions.push(body.model_path, body.weight_version)
         return JSONResponse({"success": True, "message": f"serving {body.weight_version}"})
@@ -150,12 +154,17 @@ class Server:
         name = request.path_params.get("model")
         if name not in (None, answering.name):
             raise Refused(404, f"model = {name!r:.100}: unknown; this server has {answering.name!r}", param="model")
-        return JSONResponse(model if name else {"object": "list", "data": [model]})
+        if name:
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
         """Reports if requests can be served, and if not, why."""
+        problem = self.answering.sampler.error
         recorder = self.answering.recorder
-        return health(request.scope, self.answering.sampler.error or (recorder.error if recorder else None))
+        if problem is None and recorder is not None:
+            problem = recorder.error
+        return health(request.scope, problem)
 
     async def metrics(self, request: Request) -> Response:
         """Reports metrics for Prometheus."""
@@ -166,7 +175,9 @@ def health(scope: Scope, problem: str | None) -> Response:
     """The reply of /health; only a client with a key reads a problem, which may name files, URLs and users."""
     if problem is None:
         return JSONResponse({"status": "ok"})
-    shown = problem if scope[HAS_KEY] else "unavailable; send the API key to read the reason"
+    shown = "unavailable; send the API key to read the reason"
+    if scope[HAS_KEY]:
+        shown = problem
     return JSONResponse({"status": shown} | Refused(503, shown).body, 503, {"retry-after": "10"})
 
 
@@ -219,12 +230,19 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("route")  # the pattern, so that clients cannot create unlimited metrics
-                path = route.path if isinstance(route, Route) else "other"
+                # The label is the route's pattern, so that clients cannot create unlimited metrics.
+                path = "other"
+                route = scope.get("route")
+                if isinstance(route, Route):
+                    path = route.path
                 self._numbers.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        if scope["type"] == "http":
+            send_counted = counted
+        else:
+            send_counted = send
+        await self._app(scope, receive, send_counted)
 
 
 _FAILED = Refused(500, "the server failed at this request; its log has the error")
@@ -252,13 +270,23 @@ async def _body(request: Request) -> Any:
         raise Refused(400, "the body must be UTF-8, without half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body must be JSON ({type(error).__name__}: {error!s:.200})") from None
-    inner = [[values]]
-    for _ in range(_DEEPEST + 1):
-        each_value = (value for each in inner for value in (each.values() if isinstance(each, dict) else each))
-        inner = [value for value in each_value if isinstance(value, dict | list)]
-    if inner:
+    level = [values]
+    for _ in range(_DEEPEST):
+        level = _inner_containers(level)
+    if level:
         raise Refused(400, f"the body is nested more than {_DEEPEST} deep; send flatter objects")
     return values
+
+
+def _inner_containers(values: list[Any]) -> list[Any]:
+    """The objects and lists directly inside the objects and lists of `values`."""
+    containers = []
+    for value in values:
+        if isinstance(value, dict):
+            containers += value.values()
+        elif isinstance(value, list):
+            containers += value
+    return [inner for inner in containers if isinstance(inner, dict | list)]
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:

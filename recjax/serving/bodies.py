@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pydantic
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from recjax.algorithms.options import did_you_mean
 from recjax.config.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, checked, wrong_with_variables
@@ -23,7 +24,7 @@ MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 MOST_TOOLS = 128
-MOST_PARTS = 64  # of a reward
+MOST_PARTS = 64  # a reward has at most so many
 _UNSUPPORTED = "; other values are not supported"
 
 
@@ -36,8 +37,9 @@ class Body(pydantic.BaseModel):
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
         """A null value counts as a missing key."""
-        is_object = isinstance(values, Mapping)
-        return {name: value for name, value in values.items() if value is not None} if is_object else values
+        if not isinstance(values, Mapping):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
 T = TypeVar("T", bound=Body)
@@ -50,13 +52,15 @@ def read_body(kind: type[T], values: Any) -> T:
         Refused: the body is not an object, or a key is invalid.
     """
     if not isinstance(values, Mapping):
-        shown = "null" if values is None else f"a {type(values).__name__}"
+        shown = f"a {type(values).__name__}"
+        if values is None:
+            shown = "null"
         raise Refused(400, f"the body is {shown}; send a JSON object")
     try:
         return kind.model_validate(values)
     except pydantic.ValidationError as error:
         # Unknown keys come last, so that the reply names an invalid value first.
-        first = min(error.errors(), key=lambda each: each["type"] == "extra_forbidden")
+        first = min(error.errors(), key=lambda details: details["type"] == "extra_forbidden")
     path = list(first["loc"])
     while len(path) > 1 and path[0] in kind.model_fields:
         inner = kind.model_fields[path[0]].annotation
@@ -67,13 +71,14 @@ def read_body(kind: type[T], values: Any) -> T:
         path = path[1:]
     name = str(path[0])
     if first["type"] == "extra_forbidden":
-        supported = [
-            key for key, field in kind.model_fields.items() if not str(field.description).endswith(_UNSUPPORTED)
-        ]
+        supported = [key for key in kind.model_fields if not taken_values(kind, key).endswith(_UNSUPPORTED)]
         nearest = did_you_mean(name, supported)
-        takes = f"{' This' if nearest else '; this'} request takes {', '.join(supported)}"
-        raise Refused(400, f"{name!r:.100} is not supported; remove it{nearest}{takes}", param=name)
-    takes = kind.model_fields[name].description
+        this = "; this"
+        if nearest:
+            this = f"{nearest} This"
+        keys = ", ".join(supported)
+        raise Refused(400, f"{name!r:.100} is not supported; remove it{this} request takes {keys}", param=name)
+    takes = taken_values(kind, name)
     if first["type"] == "missing":
         raise Refused(400, f"{name} is missing; it takes {takes}", param=name)
     error = first.get("ctx", {}).get("error", "")
@@ -83,44 +88,60 @@ def read_body(kind: type[T], values: Any) -> T:
     raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
 
 
-def fits(takes: str, check: Callable[[Any], Any] = lambda value: True) -> tuple[Any, ...]:
-    """What an annotation says of a key beyond its type: the values in words, and a function that is true for them."""
+class Takes(NamedTuple):
+    """An annotation of a key: the values that it takes beyond its type, in words, and a check that is true for them."""
 
-    def validate(value: Any) -> Any:
-        if not check(value):
+    words: str
+    check: Callable[[Any], Any] = lambda value: True
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        """Lets pydantic validate values by `check`."""
+        return no_info_after_validator_function(self._validated, handler(source))
+
+    def _validated(self, value: Any) -> Any:
+        if not self.check(value):
             raise ValueError
         return value
 
-    return pydantic.Field(description=takes), pydantic.AfterValidator(validate)
+
+def taken_values(kind: type[Body], name: str) -> str:
+    """The values that a key takes, in words."""
+    field_info = kind.model_fields[name]
+    for annotation in field_info.metadata:
+        if isinstance(annotation, Takes):
+            return annotation.words
+    return str(field_info.description)
 
 
-def whole_field(low: int, high: int) -> tuple[Any, ...]:
+def whole_number(low: int, high: int) -> Takes:
     """A whole number."""
-    return fits(f"a whole number from {low} to {high}", lambda value: low <= value <= high)
+    return Takes(f"a whole number from {low} to {high}", lambda value: low <= value <= high)
 
 
-def number_field(takes: str, check: Callable[[float], bool]) -> tuple[Any, ...]:
+def finite_number(words: str, check: Callable[[float], bool]) -> Takes:
     """A finite number."""
-    return fits(takes, lambda value: math.isfinite(value) and check(value))
+    return Takes(words, lambda value: math.isfinite(value) and check(value))
 
 
-def text_field(most: int) -> tuple[Any, ...]:
-    """Text of at most `most` characters."""
-    return fits(f"text of at most {most} characters", lambda value: len(value) <= most)
+def text_of_length(longest: int) -> Takes:
+    """Text of at most `longest` characters."""
+    return Takes(f"text of at most {longest} characters", lambda value: len(value) <= longest)
 
 
-def neutral(*values: Any) -> tuple[Any, ...]:
+def neutral(*values: Any) -> Takes:
     """A key that recjax does not support: only values without effect."""
-    shown = " or ".join(map(repr, values)) or "only null"
-    return fits(f"{shown}{_UNSUPPORTED}", lambda value: value in values)
+    shown = "only null"
+    if values:
+        shown = " or ".join(map(repr, values))
+    return Takes(f"{shown}{_UNSUPPORTED}", lambda value: value in values)
 
 
-_FLAG = fits("true or false")
-_TOKEN_LIMIT = whole_field(1, 2**31 - 1)
-Flag = Annotated[bool, *_FLAG]
-OptionalFlag = Annotated[bool | None, *_FLAG]
-TokenLimit = Annotated[int, *_TOKEN_LIMIT]
-OptionalTokenLimit = Annotated[int | None, *_TOKEN_LIMIT]
+_FLAG = Takes("true or false")
+_TOKEN_LIMIT = whole_number(1, 2**31 - 1)
+Flag = Annotated[bool, _FLAG]
+OptionalFlag = Annotated[bool | None, _FLAG]
+TokenLimit = Annotated[int, _TOKEN_LIMIT]
+OptionalTokenLimit = Annotated[int | None, _TOKEN_LIMIT]
 
 
 Stop = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
@@ -128,6 +149,17 @@ Stop = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_CHARACTE
 
 def _are_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("function"), Mapping)
+
+
+def _is_tool(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("type") != "function":
+        return False
+    function = value.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 class StreamOptions(Body):
@@ -142,29 +174,29 @@ class SampledBody(Body):
 
     temperature: Annotated[
         float,
-        *number_field(
+        finite_number(
             f"0, for the most likely tokens, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}",
             lambda value: value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE,
         ),
     ] = 1.0
-    top_p: Annotated[float, *number_field("a number above 0 and at most 1", lambda value: 0 < value <= 1)] = 1.0
-    top_k: Annotated[int, *whole_field(-1, 2**31 - 1)] = 0
-    min_p: Annotated[float, *number_field("a number from 0 to 1", lambda value: 0 <= value <= 1)] = 0.0
-    n: Annotated[int, *whole_field(1, MOST_CHOICES)] = 1
+    top_p: Annotated[float, finite_number("a number above 0 and at most 1", lambda value: 0 < value <= 1)] = 1.0
+    top_k: Annotated[int, whole_number(-1, 2**31 - 1)] = 0
+    min_p: Annotated[float, finite_number("a number from 0 to 1", lambda value: 0 <= value <= 1)] = 0.0
+    n: Annotated[int, whole_number(1, MOST_CHOICES)] = 1
     stop: Annotated[
         Stop | Annotated[list[Stop], pydantic.Field(max_length=MOST_STOPS)],
-        *fits(
+        Takes(
             f"text, or a list of at most {MOST_STOPS}, of 1 to {MOST_STOP_CHARACTERS} characters each",
         ),
     ] = []
-    seed: Annotated[int | None, *whole_field(-(2**63), 2**63 - 1)] = None
-    presence_penalty: Annotated[Any, *neutral(0)] = None
-    frequency_penalty: Annotated[Any, *neutral(0)] = None
-    repetition_penalty: Annotated[Any, *neutral(1)] = None
-    logit_bias: Annotated[Any, *neutral({})] = None
-    service_tier: Annotated[Any, *neutral("auto", "default")] = None
+    seed: Annotated[int | None, whole_number(-(2**63), 2**63 - 1)] = None
+    presence_penalty: Annotated[Any, neutral(0)] = None
+    frequency_penalty: Annotated[Any, neutral(0)] = None
+    repetition_penalty: Annotated[Any, neutral(1)] = None
+    logit_bias: Annotated[Any, neutral({})] = None
+    service_tier: Annotated[Any, neutral("auto", "default")] = None
 
-    if TYPE_CHECKING:  # of each kind of body
+    if TYPE_CHECKING:  # each kind of body declares these
         max_tokens: Any
         logprobs: Any
 
@@ -177,11 +209,13 @@ class SampledBody(Body):
     @property
     def stops(self) -> tuple[str, ...]:
         """Strings that end a completion."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop)
 
     @property
     def limit(self) -> int | None:
-        """Limit on a completion's tokens; None: as many as there is room for."""
+        """Limit on a completion's tokens; None: as many as fit."""
         return self.max_tokens
 
     @property
@@ -193,16 +227,16 @@ class SampledBody(Body):
 class ReplyBody(Body):
     """Keys about the reply as a whole."""
 
-    model: Annotated[str | None, *text_field(1024)] = None
+    model: Annotated[str | None, text_of_length(1024)] = None
     stream: Flag = False
     stream_options: StreamOptions = pydantic.Field(StreamOptions(), description="an object")
     return_token_ids: Flag = False
-    user: Annotated[str | None, *text_field(512)] = None
-    safety_identifier: Annotated[str | None, *text_field(512)] = None
-    prompt_cache_key: Annotated[str | None, *text_field(512)] = None
+    user: Annotated[str | None, text_of_length(512)] = None
+    safety_identifier: Annotated[str | None, text_of_length(512)] = None
+    prompt_cache_key: Annotated[str | None, text_of_length(512)] = None
     metadata: Annotated[
         dict[str, str],
-        *fits(
+        Takes(
             "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
             lambda value: (
                 len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items())
@@ -240,24 +274,29 @@ class ReplyBody(Body):
     @property
     def recorded(self) -> dict[str, Any]:
         """Values that the client wants recorded."""
-        return {name: value for name, value in (("metadata", self.metadata), ("user", self.user)) if value}
+        recorded: dict[str, Any] = {}
+        if self.metadata:
+            recorded["metadata"] = self.metadata
+        if self.user:
+            recorded["user"] = self.user
+        return recorded
 
 
 class Chat(ReplyBody, SampledBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list, *fits("a list of messages", bool)]
+    messages: Annotated[list, Takes("a list of messages", bool)]
     tools: Annotated[
-        list, *fits(f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}")
+        list, Takes(f"a list of at most {MOST_TOOLS} functions, {{'type': 'function', 'function': {{'name': …}}}}")
     ] = []
-    tool_choice: Annotated[str, *fits("'auto' or 'none'", lambda value: value in ("auto", "none"))] = "auto"
+    tool_choice: Annotated[str, Takes("'auto' or 'none'", lambda value: value in ("auto", "none"))] = "auto"
     chat_template_kwargs: Annotated[Any, checked(wrong_with_variables), pydantic.Field(description="variables")] = {}
     max_completion_tokens: OptionalTokenLimit = None
     max_tokens: OptionalTokenLimit = None
     logprobs: Flag = False
-    top_logprobs: Annotated[Any, *neutral(0)] = None
-    response_format: Annotated[Any, *neutral({"type": "text"})] = None
-    parallel_tool_calls: Annotated[Any, *neutral(True)] = None
+    top_logprobs: Annotated[Any, neutral(0)] = None
+    response_format: Annotated[Any, neutral({"type": "text"})] = None
+    parallel_tool_calls: Annotated[Any, neutral(True)] = None
     store: OptionalFlag = None  # with a recorder, false is refused
 
     @pydantic.field_validator("messages")
@@ -268,35 +307,34 @@ class Chat(ReplyBody, SampledBody):
         for number, message in enumerate(messages):
             message = checked_message(message, f"message {number}")
             calls = message.get("tool_calls") or []
-            are_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
-            if not (are_calls and all(isinstance(call.get("function"), Mapping) for call in calls)):
+            if not isinstance(calls, list) or not all(map(_is_call, calls)):
                 raise UserError("", f"message {number}: tool_calls = {calls!r:.100}: takes a list of calls")
-            texts = {key: message.get(key) for key in ("role", "content", "name", "tool_call_id")}
-            read = {key: text for key, text in texts.items() if isinstance(text, str)}
-            chat.append(read | ({"tool_calls": calls} if calls else {}))
+            read: dict[str, Any] = {}
+            for key in ("role", "content", "name", "tool_call_id"):
+                if isinstance(message.get(key), str):
+                    read[key] = message[key]
+            if calls:
+                read["tool_calls"] = calls
+            chat.append(read)
         return chat
 
     @pydantic.field_validator("tools")
     @classmethod
     def _check_tools(cls, tools: list) -> list:
-        functions = [
-            tool.get("function") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"
-        ]
-        named = [
-            function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)
-        ]
-        if not len(named) == len(tools) <= MOST_TOOLS:
+        if len(tools) > MOST_TOOLS or not all(map(_is_tool, tools)):
             raise ValueError
         return tools
 
     @property
     def functions(self) -> list[dict[str, Any]] | None:
         """The tools that the model may call."""
-        return None if self.tool_choice == "none" else self.tools or None
+        if self.tool_choice == "none" or not self.tools:
+            return None
+        return self.tools
 
     @property
     def limit(self) -> int | None:
-        """Limit on a completion's tokens; None: as many as there is room for."""
+        """Limit on a completion's tokens; None: as many as fit."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -304,19 +342,22 @@ class Text(ReplyBody, SampledBody):
     """The body of /v1/completions."""
 
     prompt: Annotated[
-        Any, *fits("text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value))
+        Any, Takes("text, token ids, or a list of such", lambda value: isinstance(value, str | list) and bool(value))
     ]
     max_tokens: TokenLimit = 16
     # The engine does not report the most likely tokens, so 1 gives the same reply as 0.
-    logprobs: Annotated[int | None, *whole_field(0, 1)] = None
-    echo: Annotated[Any, *neutral(False)] = None
-    suffix: Annotated[Any, *neutral("")] = None
-    best_of: Annotated[Any, *neutral(1)] = None
+    logprobs: Annotated[int | None, whole_number(0, 1)] = None
+    echo: Annotated[Any, neutral(False)] = None
+    suffix: Annotated[Any, neutral("")] = None
+    best_of: Annotated[Any, neutral(1)] = None
 
     @pydantic.field_validator("prompt")
     @classmethod
     def _check_prompts(cls, value: str | list) -> list[str | list[int]]:
-        prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else value
+        if isinstance(value, str) or isinstance(value[0], int):
+            prompts: list[Any] = [value]
+        else:
+            prompts = value
         if len(prompts) > MOST_CHOICES:
             raise UserError("", f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
         for prompt in prompts:
@@ -332,31 +373,36 @@ class Text(ReplyBody, SampledBody):
     @property
     def prompts(self) -> list[str | np.ndarray]:
         """Texts, or token ids."""
-        return [prompt if isinstance(prompt, str) else np.array(prompt, np.int32) for prompt in self.prompt]
+        prompts = []
+        for prompt in self.prompt:
+            if not isinstance(prompt, str):
+                prompt = np.array(prompt, np.int32)
+            prompts.append(prompt)
+        return prompts
 
 
 class Parameters(SampledBody):
     """`sampling_params` of /inference/v1/generate."""
 
     max_tokens: TokenLimit = 16
-    logprobs: Annotated[int | None, *whole_field(0, 1)] = None
-    detokenize: Annotated[Any, *neutral(True)] = None
-    skip_special_tokens: Annotated[Any, *neutral(True, False)] = None
-    ignore_eos: Annotated[Any, *neutral(False)] = None
-    min_tokens: Annotated[Any, *neutral(0)] = None
+    logprobs: Annotated[int | None, whole_number(0, 1)] = None
+    detokenize: Annotated[Any, neutral(True)] = None
+    skip_special_tokens: Annotated[Any, neutral(True, False)] = None
+    ignore_eos: Annotated[Any, neutral(False)] = None
+    min_tokens: Annotated[Any, neutral(0)] = None
 
 
 class Generate(ReplyBody):
     """The body of vLLM's /inference/v1/generate: tokens in, tokens out."""
 
-    token_ids: Annotated[Any, *fits("token ids, at least one", _are_token_ids)]
+    token_ids: Annotated[Any, Takes("token ids, at least one", _are_token_ids)]
     sampling_params: Parameters = pydantic.Field(Parameters(), description="an object")
-    stream: Annotated[Any, *neutral(False)] = False
-    request_id: Annotated[str | None, *text_field(256)] = None
-    priority: Annotated[Any, *neutral(0)] = None
-    features: Annotated[Any, *neutral()] = None
-    cache_salt: Annotated[Any, *neutral()] = None
-    kv_transfer_params: Annotated[Any, *neutral()] = None
+    stream: Annotated[Any, neutral(False)] = False
+    request_id: Annotated[str | None, text_of_length(256)] = None
+    priority: Annotated[Any, neutral(0)] = None
+    features: Annotated[Any, neutral()] = None
+    cache_salt: Annotated[Any, neutral()] = None
+    kv_transfer_params: Annotated[Any, neutral()] = None
 
     @property
     def sampled(self) -> SampledBody:
@@ -377,11 +423,11 @@ class Generate(ReplyBody):
 class PushedWeights(Body):
     """The body of SGLang's /update_weights_from_disk: a folder with new weights."""
 
-    model_path: Annotated[str, *text_field(4096)]
-    weight_version: Annotated[str, *fits("text that ends with a version, such as run-12", _VERSION.fullmatch)]
-    load_format: Annotated[Any, *neutral("auto")] = None
-    abort_all_requests: Annotated[Any, *neutral(False)] = False
-    flush_cache: Annotated[Any, *neutral(True)] = True
+    model_path: Annotated[str, text_of_length(4096)]
+    weight_version: Annotated[str, Takes("text that ends with a version, such as run-12", _VERSION.fullmatch)]
+    load_format: Annotated[Any, neutral("auto")] = None
+    abort_all_requests: Annotated[Any, neutral(False)] = False
+    flush_cache: Annotated[Any, neutral(True)] = True
 
 
 def _few_parts(parts: dict[str, float]) -> dict[str, float]:
@@ -398,7 +444,7 @@ class RewardBody(Body):
     reward_parts: Annotated[Any, *field("reward_parts"), pydantic.AfterValidator(_few_parts)] = None
     accurate: Annotated[Any, *field("accurate")] = None
     turn_rewards: Annotated[Any, *field("turn_rewards")] = None
-    comment: Annotated[str | None, *text_field(10_000)] = None
+    comment: Annotated[str | None, text_of_length(10_000)] = None
 
     def grade(self, turns: int, known_rewards: Sequence[float]) -> Grade:
         """The grade of a completion.
@@ -410,7 +456,14 @@ class RewardBody(Body):
             Refused: the reward is missing, or contradicts the turns or their rewards.
         """
         try:
-            return whole_grade(self.reward, self.reward_parts, self.accurate, self.turn_rewards, turns, known_rewards)
+            return whole_grade(
+                self.reward,
+                self.reward_parts,
+                self.accurate,
+                self.turn_rewards,
+                turns=turns,
+                known=known_rewards,
+            )
         except UserError as error:
             key = re.split(r"\W", error.where)[0]  # without the path to an element of the value
             raise Refused(400, str(error), param=key) from error
@@ -422,9 +475,8 @@ class RewardBody(Body):
             Refused: the body has no reward, or more than one.
         """
         if self.reward is None:
-            raise Refused(
-                400, f"reward is missing; it takes {RewardBody.model_fields['reward'].description}", param="reward"
-            )
+            takes = taken_values(RewardBody, "reward")
+            raise Refused(400, f"reward is missing; it takes {takes}", param="reward")
         for name in ("reward_parts", "accurate", "turn_rewards", "comment"):
             if getattr(self, name) is not None:
                 raise Refused(400, f"{name} is not read for a turn; send it with the session's reward", param=name)
@@ -434,11 +486,11 @@ class RewardBody(Body):
 class SessionReward(RewardBody):
     """The body of a session's reward or of a turn's reward."""
 
-    turn: Annotated[int | None, *whole_field(0, 2**31 - 1)] = None
+    turn: Annotated[int | None, whole_number(0, 2**31 - 1)] = None
 
 
 class CompletionReward(RewardBody):
     """The body of a completion's reward."""
 
-    id: Annotated[str, *text_field(512)]
-    index: Annotated[int | None, *whole_field(0, 2**31 - 1)] = None
+    id: Annotated[str, text_of_length(512)]
+    index: Annotated[int | None, whole_number(0, 2**31 - 1)] = None

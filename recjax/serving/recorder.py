@@ -157,18 +157,25 @@ class Recorder:
         """
         session = self._turns.get(f"{reply}/0")
         row = f"{reply}/{index or 0}"
-        has_more = f"{reply}/1" in self._turns if session else await self._number(f"{reply}/1") is not None
+        second_row = f"{reply}/1"
+        if session is not None:
+            has_more = second_row in self._turns
+        else:
+            has_more = await self._number(second_row) is not None
         if index is None and has_more:
             raise Refused(400, f"{reply!r} has several choices; choose one with index", param="index")
         if session is None:
             return row, None
-        if (turn := session.turn_of(row)) is None:
+        turn = session.turn_of(row)
+        if turn is None:
             raise Refused(404, f"index = {index}: {reply!r} has no such choice", param="index")
         return session.name, turn
 
     async def _number(self, row: str) -> int | None:
         numbers = await self._read(self._store.numbers, "id", [row])
-        return numbers[row][0] if row in numbers else None
+        if row not in numbers:
+            return None
+        return numbers[row][0]
 
     async def _open_session(self, row: str) -> Session | None:
         """An open session by the id of its completion; None if it is over.
@@ -199,9 +206,12 @@ class Recorder:
 
     def _failed(self, error: Exception, for_all: bool = True) -> Refused:
         """The refusal of a request that has to be recorded; `for_all` if other requests would fail, too."""
-        self.error = str(error) if for_all else self.error
+        if for_all:
+            self.error = str(error)
         logger.error("%s", error, exc_info=not isinstance(error, UserError))
-        code = _AWAY if isinstance(error, Unavailable) else None
+        code = None
+        if isinstance(error, Unavailable):
+            code = _AWAY
         return Refused(503, f"{error}; the server must record all replies", code=code)
 
     # --- Changes; each returns when it is on disk.
@@ -217,7 +227,9 @@ class Recorder:
             UserError: a completion cannot be recorded, for example because its log-probs are not finite.
         """
         has_prompts = self.options.prompts
-        kept = records if has_prompts else list(map(without_prompt, records))
+        kept = records
+        if not has_prompts:
+            kept = [without_prompt(record) for record in records]
         check_records(kept, "completion {}".format)
         if session is None:
             await self._write(Change(kept))
@@ -225,11 +237,13 @@ class Recorder:
         async with self._lock(session):
             await self._open_session(session_row(session))
             check_sampling(await self.session(session), session, records[0].completion.sampling)
-            plain = [
-                {"prompt": text if has_prompts else None, "turn": record_to_plain(turn)}
-                for turn, text in zip(kept, texts, strict=True)
-            ]
-            await self._write(Change(turns=[(session, _json(turn)) for turn in plain]))
+            written = []
+            for turn, text in zip(kept, texts, strict=True):
+                plain: dict[str, Any] = {"prompt": None, "turn": record_to_plain(turn)}
+                if has_prompts:
+                    plain["prompt"] = text
+                written.append((session, _json(plain)))
+            await self._write(Change(turns=written))
             for turn, text in zip(records, texts, strict=True):
                 self._add(session, turn, text)
 
@@ -244,12 +258,18 @@ class Recorder:
                 be written.
         """
         name = row.removeprefix("session/")
-        async with self._lock(name) if row in self.sessions else contextlib.nullcontext():
-            if (session := await self._open_session(row)) is None:
-                code, problem = (404, "is unknown") if await self._number(row) is None else (409, "is over")
+        async with self._open_session_lock(row):
+            session = await self._open_session(row)
+            if session is None:
+                status = 409
+                problem = "is over"
+                if await self._number(row) is None:
+                    status = 404
+                    problem = "is unknown"
                 remedy = "send the rewards of its turns as turn_rewards, with its reward"
-                raise Refused(code, f"session {name!r} {problem}; {remedy}", code="session_over")
-            if turn >= (count := len(session.turns)):
+                raise Refused(status, f"session {name!r} {problem}; {remedy}", code="session_over")
+            count = len(session.turns)
+            if turn >= count:
                 raise Refused(404, f"turn = {turn}: session {name!r} has {count} turns, from 0", param="turn")
             before = session.rewards.get(turn)
             if before not in (None, reward):
@@ -269,8 +289,9 @@ class Recorder:
         Raises:
             Refused: the completion does not exist or has another reward, or the store cannot be written.
         """
-        async with self._lock(row.removeprefix("session/")) if row in self.sessions else contextlib.nullcontext():
-            if session := await self._open_session(row):
+        async with self._open_session_lock(row):
+            session = await self._open_session(row)
+            if session is not None:
                 grade = body.grade(len(session.turns), session.turn_rewards)
                 try:
                     await self._end(session, grade, body.comment)
@@ -296,8 +317,8 @@ class Recorder:
             turns = known_turns(self._store, [number], rewards).get(number, ())
             return rewards.get(number), turns, len(record.completion.turns) or 1
 
-        before, of_turns, count = await self._read(known)
-        grade = body.grade(count, of_turns)
+        before, turn_rewards, count = await self._read(known)
+        grade = body.grade(count, turn_rewards)
         if before == (grade, body.comment):
             return grade.reward, False
         if before is not None:
@@ -342,6 +363,12 @@ class Recorder:
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
+    def _open_session_lock(self, row: str) -> contextlib.AbstractAsyncContextManager:
+        """The lock of an open session, by the id of its completion; for other sessions, a context that does nothing."""
+        if row not in self.sessions:
+            return contextlib.nullcontext()
+        return self._lock(row.removeprefix("session/"))
+
     def _add(self, name: str, turn: Record, text: str | None) -> None:
         session = self.sessions.setdefault(session_row(name), Session(name, self._tokenizer))
         session.add(turn, text)
@@ -368,18 +395,26 @@ class Recorder:
                     # If one cannot be made, none is; so each gets its own error.
                     errors = [await self._try([change]) for change in changes]
                 for (_, future), error in zip(changes, errors, strict=True):
-                    if not future.done():
-                        future.set_result(None) if error is None else future.set_exception(error)
+                    if future.done():
+                        continue
+                    if error is None:
+                        future.set_result(None)
+                    else:
+                        future.set_exception(error)
         finally:
             self._writing = None
 
     async def _try(self, changes: Sequence[tuple[Change, asyncio.Future]]) -> Refused | None:
-        arguments = [change for change, _ in changes], self.options.server, True
+        together = [change for change, _ in changes]
+        loop = asyncio.get_running_loop()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._store.change, *arguments)
+            await loop.run_in_executor(self._threads, self._store.change, together, self.options.server, True)
         except Conflict as error:
-            return Refused(409, str(error), code="session_over" if changes[0][0].ended else _CHANGED)
-        except Exception as error:  # of any kind, since clients wait for this change
+            code = _CHANGED
+            if together[0].ended:
+                code = "session_over"
+            return Refused(409, str(error), code=code)
+        except Exception as error:  # clients wait for this change, whatever the error is
             return self._failed(error)
         self.error = None
         return None

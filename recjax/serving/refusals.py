@@ -35,5 +35,8 @@ class Refused(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error object."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
+        kind = _TYPES.get(self.status, kind)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

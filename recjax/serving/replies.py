@@ -113,17 +113,25 @@ def _choice(job: Job, index: int, piece: Piece) -> dict[str, Any]:
 
 def _prompt_ids(job: Job, index: int) -> dict[str, list[int]]:
     """The tokens of a choice's prompt, if the request asks for token ids."""
-    return {"prompt_token_ids": job.prompts[index // job.body.sampled.n].tokens.tolist()} if job.body.wants_ids else {}
+    if not job.body.wants_ids:
+        return {}
+    prompt = job.prompts[index // job.body.sampled.n]
+    return {"prompt_token_ids": prompt.tokens.tolist()}
 
 
 def _token_lists(sampled: Sampled, start: int = 0) -> dict[str, Any]:
-    return {
+    lists: dict[str, Any] = {
         "token_ids": sampled.tokens[start:].tolist(),
         "token_logprobs": sampled.logprobs[start:].tolist(),
         "token_policy_versions": sampled.versions[start:].tolist(),
-        **({"sampling_mask": lists[start:]} if (lists := sets_to_lists(sampled.recorded)) else {}),
-        **({"token_top_logprobs": top[start:]} if (top := top_to_lists(sampled.recorded)) else {}),
     }
+    kept_sets = sets_to_lists(sampled.recorded)
+    if kept_sets:
+        lists["sampling_mask"] = kept_sets[start:]
+    top_logprobs = top_to_lists(sampled.recorded)
+    if top_logprobs:
+        lists["token_top_logprobs"] = top_logprobs[start:]
+    return lists
 
 
 def logprobs(job: Job, sampled: Sampled, start: int) -> dict[str, Any]:
@@ -152,11 +160,14 @@ def _character_offsets(pieces: Sequence[bytes]) -> list[int]:
         for byte in piece:
             was_inside = bool(decoder.getstate()[0])
             new = len(decoder.decode(bytes([byte])))
-            # The byte may reveal that the previous character is broken, and begin the next character.
+            # The byte may reveal that the previous character is broken, and start the next character.
             breaks = was_inside and new > (not decoder.getstate()[0])
             starts.append(count + breaks)
             count += new
-        offsets.append(starts[0] if starts else count)
+        if starts:
+            offsets.append(starts[0])
+        else:
+            offsets.append(count)
     return offsets
 
 
@@ -177,7 +188,9 @@ def message_parts(job: Job, index: int, text: str) -> tuple[str | None, list[dic
 
 def _finish(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
     """The finish reason of a message; a truncated message keeps its reason, as it may have lost another call."""
-    return "tool_calls" if calls and piece.finish == "stop" else piece.finish
+    if calls and piece.finish == "stop":
+        return "tool_calls"
+    return piece.finish
 
 
 def call_id(reply: str, index: int, call_index: int) -> str:
@@ -186,9 +199,13 @@ def call_id(reply: str, index: int, call_index: int) -> str:
 
 
 def row_of_call(call: Any) -> str:
-    """The id of the completion that made the call with an id from `call_id`; of no completion for other ids."""
-    parts = call.split("_") if isinstance(call, str) else ()
-    return f"{parts[1]}/{parts[2]}" if len(parts) == 4 else ""
+    """The id of the completion that made a call; empty for an id that is not from `call_id`."""
+    if not isinstance(call, str):
+        return ""
+    parts = call.split("_")
+    if len(parts) != 4:
+        return ""
+    return f"{parts[1]}/{parts[2]}"
 
 
 # --- Streams.
@@ -207,14 +224,17 @@ class Chunks:
 
     def first(self) -> list[dict[str, Any]]:
         """The chunk before the first token: the role, and the prompt's tokens if requested."""
-        is_chat = self._job.kind == "chat"
         prompt = _prompt_ids(self._job, self._index)
-        delta = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": ""}
-        return [self._chunk(delta, prompt)] if is_chat or prompt else []
+        if self._job.kind == "chat":
+            return [self._chunk({"delta": {"role": "assistant", "content": ""}}, prompt)]
+        if prompt:
+            return [self._chunk({"text": ""}, prompt)]
+        return []
 
     def next(self, piece: Piece) -> list[dict[str, Any]]:
         """The new content of a piece; the last piece also has the finish reason."""
-        self._version = oldest_sampled_version([piece]) if len(piece.sampled.versions) else self._version
+        if len(piece.sampled.versions):
+            self._version = oldest_sampled_version([piece])
         text = piece.text
         calls = []
         if self._job.body.functions and self._job.kind == "chat":
@@ -224,16 +244,22 @@ class Chunks:
             else:
                 content, calls = message_parts(self._job, self._index, piece.text)
                 text = content or ""
-        new = text[len(self._text) :] if text.startswith(self._text) else ""
+        new_text = ""
+        if text.startswith(self._text):
+            new_text = text[len(self._text) :]
         finish = _finish(piece, calls)
-        if not (new or finish or (self._job.body.wants_ids and len(piece.sampled.tokens) > self._tokens)):
+        has_new_ids = self._job.body.wants_ids and len(piece.sampled.tokens) > self._tokens
+        if not new_text and not finish and not has_new_ids:
             return []
-        self._text += new
-        delta: dict[str, Any] = (
-            {"delta": {"content": new} if new else {}} if self._job.kind == "chat" else {"text": new}
-        )
-        if calls:
-            delta["delta"]["tool_calls"] = [{"index": call_index} | call for call_index, call in enumerate(calls)]
+        self._text += new_text
+        delta: dict[str, Any] = {"text": new_text}
+        if self._job.kind == "chat":
+            message: dict[str, Any] = {}
+            if new_text:
+                message["content"] = new_text
+            if calls:
+                message["tool_calls"] = [{"index": call_index} | call for call_index, call in enumerate(calls)]
+            delta = {"delta": message}
         extra: dict[str, Any] = {"finish_reason": finish}
         if self._job.body.sampled.wants_logprobs:
             extra["logprobs"] = logprobs(self._job, piece.sampled, self._tokens)
@@ -244,11 +270,16 @@ class Chunks:
 
     def _chunk(self, delta: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": self._index, **delta, "logprobs": None, "finish_reason": None} | extra
-        object_ = OBJECTS[self._job.kind] + (".chunk" if self._job.kind == "chat" else "")
-        return _head(self._job, object_) | {"choices": [choice], "policy_version": self._version}
+        return _chunk_head(self._job) | {"choices": [choice], "policy_version": self._version}
 
 
 def last_chunk(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
     """The token counts at the end of a stream."""
-    object_ = OBJECTS[job.kind] + (".chunk" if job.kind == "chat" else "")
-    return _head(job, object_) | {"choices": [], "usage": usage(job, pieces)}
+    return _chunk_head(job) | {"choices": [], "usage": usage(job, pieces)}
+
+
+def _chunk_head(job: Job) -> dict[str, Any]:
+    object_ = OBJECTS[job.kind]
+    if job.kind == "chat":
+        object_ += ".chunk"
+    return _head(job, object_)

@@ -67,18 +67,31 @@ def build_server(serving: Serving, when_ready: str) -> Server:
     """
     policy = serving.policy
     limits = serving.limits
-    recorder = Recorder(serving.recording, policy.tokenizer) if serving.recording else None
-    sizes = {"slots": limits.slots, "prefix_time": PREFIX_TIME, "recording": policy.recording}
-    engine = Engine(policy.decoder, policy.stop_ids, **sizes)
+    recorder = None
+    if serving.recording:
+        recorder = Recorder(serving.recording, policy.tokenizer)
+    engine = Engine(
+        policy.decoder,
+        policy.stop_ids,
+        slots=limits.slots,
+        prefix_time=PREFIX_TIME,
+        recording=policy.recording,
+    )
     engine.replace_weights(serving.weights.params, serving.weights.version)
     live = LiveEngine(engine, PASSES)
     versions = Versions(live, serving.weights, serving.newer, serving.pushed)
     sampler = Sampler(live, policy, limits, serving.seed)
+
+    def open_sessions() -> int:
+        if recorder is None:
+            return 0
+        return len(recorder.sessions)
+
     numbers = Numbers(
         {
             "under_way": ("Completions that run or wait.", lambda: sampler.under_way),
             "policy_version": ("Optimizer updates of the weights.", lambda: versions.version),
-            "open_sessions": ("Sessions that wait for a reward.", lambda: len(recorder.sessions) if recorder else 0),
+            "open_sessions": ("Sessions that wait for a reward.", open_sessions),
         }
     )
 
@@ -93,7 +106,7 @@ def build_server(serving: Serving, when_ready: str) -> Server:
 
 
 class Connection(H11Protocol):
-    """A connection that closes without a whole request head within `timeout_keep_alive`.
+    """A connection that closes without a complete request head within `timeout_keep_alive`.
 
     uvicorn itself has a limit only between requests, which ends with the first byte. If there are more connections than
     the process can have, the oldest idle one closes, so that idle clients keep nobody out.
@@ -102,15 +115,16 @@ class Connection(H11Protocol):
     opened: ClassVar[dict["Connection", None]] = {}  # all connections of the process, in the order of opening
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begins to wait for the first request."""
+        """Starts to wait for the first request."""
         super().connection_made(transport)
         self._wait_for_head()
         self.opened[self] = None
         if len(self.opened) > most_connections():
-            idle = (each for each in self.opened if each.cycle is None or each.cycle.response_complete)
-            if (oldest := next(idle, None)) is not None:
-                oldest.transport.close()
-                self.opened.pop(oldest, None)
+            for oldest in self.opened:
+                if oldest.cycle is None or oldest.cycle.response_complete:
+                    oldest.transport.close()
+                    self.opened.pop(oldest, None)
+                    break
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
@@ -118,7 +132,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Begins to wait for the next request, which may be there already."""
+        """Starts to wait for the next request, which may be there already."""
         self._waiting.cancel()  # otherwise each request of the last minute would keep a timer
         self._wait_for_head()
         super().on_response_complete()
@@ -140,7 +154,9 @@ def most_connections() -> int:
 def raise_descriptor_limit() -> None:
     """Takes as many descriptors as the system allows this process, as each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    most = _MOST_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        most = min(hard, _MOST_DESCRIPTORS)
     if soft < most:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -181,7 +197,9 @@ def answering_not_ready(problem: str, guarded: Guarded, listening: socket.socket
 def address(listening: socket.socket) -> str:
     """The URL of a server, for messages."""
     host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}/v1"
 
 
 def serve(server: Server, guarded: Guarded, listening: socket.socket) -> None:

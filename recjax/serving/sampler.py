@@ -1,4 +1,4 @@
-"""Samples completions for requests with the server's engine, a round of tokens at a time, within limits."""
+"""Samples completions for requests with the server's engine, some tokens at a time, within limits."""
 
 import contextlib
 import hashlib
@@ -71,7 +71,9 @@ class Sampler:
     @property
     def error(self) -> str | None:
         """The error that ended the engine; None if it runs."""
-        return None if self._live.error is None else f"the engine has failed: {self._live.error!r}"
+        if self._live.error is None:
+            return None
+        return f"the engine has failed: {self._live.error!r}"
 
     @contextlib.contextmanager
     def places(self, count: int) -> Iterator[None]:
@@ -99,7 +101,7 @@ class Sampler:
     def add_distribution(self, sampling: Sampling) -> None:
         """Notes the distribution of a request, which compiles programs if it is new.
 
-        Defaults and greedy sampling take no place, so that no client can shut others out from them.
+        Defaults and greedy sampling do not count, so that no client can shut others out from them.
 
         Raises:
             Refused: the server has its most distributions.
@@ -107,9 +109,7 @@ class Sampler:
         if sampling in _ALWAYS:
             return
         if sampling not in self._distributions and len(self._distributions) == self.limits.distributions:
-            known = ", ".join(
-                "/".join(f"{value:g}" for value in distribution) for distribution in sorted(self._distributions)
-            )
+            known = ", ".join(map(_values, sorted(self._distributions)))
             raise Refused(
                 400,
                 f"{'/'.join(Sampling._fields)}: a new distribution, and this server already has programs for"
@@ -129,14 +129,17 @@ class Sampler:
         return [np.frombuffer(digest, np.uint32)[: self._words].copy() for digest in digests]
 
     def check_length(self, prompt: str | Int[np.ndarray, " time"]) -> None:
-        """Refuses a prompt that leaves no room for a completion; of a text, without reading it.
+        """Refuses a prompt that leaves no tokens for a completion. A text is not tokenized for this.
 
         Raises:
             Refused: the prompt is too long.
         """
         context = self.limits.context
-        unit = "characters" if isinstance(prompt, str) else "tokens"
-        most = context * longest_token(self.policy.tokenizer) if isinstance(prompt, str) else context - 1
+        unit = "tokens"
+        most = context - 1
+        if isinstance(prompt, str):
+            unit = "characters"
+            most = context * longest_token(self.policy.tokenizer)
         if len(prompt) > most:
             raise Refused(
                 400,
@@ -160,7 +163,10 @@ class Sampler:
                 400, f"max_tokens = {requested}: this server samples {limits.completion} at most", param="max_tokens"
             )
         self.check_length(prompt)
-        return min(limits.context - len(prompt), limits.completion, requested or limits.completion)
+        limit = min(limits.context - len(prompt), limits.completion)
+        if requested is not None:
+            limit = min(limit, requested)
+        return limit
 
     async def follow(
         self,
@@ -169,30 +175,38 @@ class Sampler:
         limit: int,
         sampling: Sampling,
         stop: Sequence[str],
-        withheld: Sequence[str] = (),
+        hold_back: Sequence[str] = (),
     ) -> AsyncGenerator[Piece, None]:
-        """Yields a completion after each round; only the last piece has a finish reason.
+        """Yields a completion after each engine step; only the last piece has a finish reason.
 
-        A stop string ends the completion in its round and frees the slot; closing the iterator also frees the slot.
+        A stop string ends the completion in its step and frees the slot; closing the iterator also frees the slot.
 
         Args:
-            withheld: strings to withhold: text that may be the beginning of one is not yet certain.
+            hold_back: strings whose possible beginnings the stream holds back until they are decided.
         """
         tokenizer = self.policy.tokenizer
-        async with contextlib.aclosing(self._live.follow(Request(prompt, key, limit, sampling))) as rounds:
-            async for sampled in rounds:
+        undecided = [*stop, *hold_back]
+        async with contextlib.aclosing(self._live.follow(Request(prompt, key, limit, sampling))) as steps:
+            async for sampled in steps:
                 kept, text, stopped = up_to_stop(sampled, stop, tokenizer, prompt)
-                ended = stopped or not sampled.truncated or len(sampled.tokens) == limit
-                if ended:
-                    yield Piece(kept, text, "length" if kept.truncated else "stop")
+                if stopped or not sampled.truncated or len(sampled.tokens) == limit:
+                    finish = "stop"
+                    if kept.truncated:
+                        finish = "length"
+                    yield Piece(kept, text, finish)
                     return
-                yield Piece(sampled, certain(text, [*stop, *withheld]), None)
+                yield Piece(sampled, certain(text, undecided), None)
 
 
-def certain(text: str, withheld: Sequence[str]) -> str:
-    """The text that later tokens cannot change: no partial character, and no possible beginning of `withheld`."""
+def certain(text: str, undecided: Sequence[str]) -> str:
+    """The text that later tokens cannot change: no partial character, and no possible beginning of an `undecided`."""
     text = text.rstrip("\ufffd")
-    for size in range(min(len(text), max(map(len, withheld), default=0)), 0, -1):
-        if any(end.startswith(text[-size:]) for end in withheld):
+    longest = max(map(len, undecided), default=0)
+    for size in range(min(len(text), longest), 0, -1):
+        if any(string.startswith(text[-size:]) for string in undecided):
             return text[:-size]
     return text
+
+
+def _values(distribution: Sampling) -> str:
+    return "/".join(f"{value:g}" for value in distribution)

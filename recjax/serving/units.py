@@ -44,7 +44,9 @@ class Session:
     @property
     def sampling(self) -> Sampling | None:
         """The distribution of all its turns; None before the first turn."""
-        return self.turns[0].completion.sampling if self.turns else None
+        if not self.turns:
+            return None
+        return self.turns[0].completion.sampling
 
     def add(self, turn: Record, text: str | None) -> None:
         """Adds a recorded turn.
@@ -59,12 +61,17 @@ class Session:
 
     def turn_of(self, row: str) -> int | None:
         """The number of the turn with an id; None if the session has no such turn."""
-        return next((index for index, turn in enumerate(self.turns) if turn.completion.id == row), None)
+        for index, turn in enumerate(self.turns):
+            if turn.completion.id == row:
+                return index
+        return None
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
         """The reward of each turn; empty if no turn has one."""
-        return tuple(self.rewards.get(turn, 0.0) for turn in range(len(self.turns))) if self.rewards else ()
+        if not self.rewards:
+            return ()
+        return tuple(self.rewards.get(turn, 0.0) for turn in range(len(self.turns)))
 
     def record(self, prompts: bool, grade: Grade | None, comment: str | None = None) -> Record:
         """The session as a completion.
@@ -76,19 +83,19 @@ class Session:
         """
         first = self.turns[0]
         turns = [turn.completion for turn in self.turns]
-        has_prompts = prompts and all(len(turn.group.prompt_tokens) for turn in self.turns)
-        rows = self.trajectory.rows
-        version_runs = self.trajectory.version_runs
-        ends = self.trajectory.ends
-        if not has_prompts:
-            sampled = list(map(_sampled, turns))
+        if prompts and all(len(turn.group.prompt_tokens) for turn in self.turns):
+            rows = self.trajectory.rows
+            version_runs = self.trajectory.version_runs
+            ends = self.trajectory.ends
+        else:
+            # Without prompts, the sampled tokens of all turns make up one row.
             first = without_prompt(first)
-            version_runs = runs_of(np.concatenate([turn.versions for turn in sampled]))
-            tokens, mask, logprobs = (
-                np.concatenate([cast(np.ndarray, turn.row_columns[column]) for turn in sampled]) for column in range(3)
-            )
+            sampled = list(map(_sampled, turns))
+            tokens = np.concatenate([turn.tokens for turn in sampled])
+            logprobs = np.concatenate([turn.logprobs for turn in sampled])
             recorded = join_recorded((turn.recorded, len(turn.tokens)) for turn in sampled)
-            rows = (Row(tokens[:0], tokens, mask, logprobs, recorded),)
+            rows = (Row(tokens[:0], tokens, np.ones(len(tokens), bool), logprobs, recorded),)
+            version_runs = runs_of(np.concatenate([turn.versions for turn in sampled]))
             ends = [(0, int(end)) for end in np.cumsum([len(turn.tokens) for turn in sampled])]
         # For each key, the value of the first request that has the key.
         metadata: dict[str, Any] = {}
@@ -96,26 +103,32 @@ class Session:
             metadata |= turn.metadata
         metadata["requests"] = list(dict.fromkeys(turn.metadata["request"] for turn in turns))
         del metadata["request"]
-        metadata |= {} if comment is None else {"comment": comment}
+        if comment is not None:
+            metadata["comment"] = comment
         completion = turns[-1]._replace(
             id=self.name,
             rows=rows,
             policy_version=min(cast(int, turn.policy_version) for turn in turns),
             grade=grade,
             version_runs=version_runs,
-            turns=tuple(Turn(*end) for end in ends),
+            turns=tuple(Turn(row, end) for row, end in ends),
             metadata=metadata,
         )
         # Until the reward of the session arrives, the rewards of the turns belong to another grader.
         rewards = self.turn_rewards
-        others = {TURNS: (Grade(sum(rewards), turns=rewards), None)} if grade is None and rewards else {}
+        others = {}
+        if grade is None and rewards:
+            others[TURNS] = (Grade(sum(rewards), turns=rewards), None)
         return first._replace(group=first.group._replace(id=self.name, completions=(completion,)), others=others)
 
 
 def _sampled(turn: Completion) -> Sampled:
     """The tokens of a turn as the engine sampled them."""
     (row,) = turn.rows
-    runs = turn.version_runs or ((turn.policy_version, len(turn.rows[0].tokens)),)
+    runs = turn.version_runs
+    if not runs:
+        assert turn.policy_version is not None
+        runs = ((turn.policy_version, len(row.tokens)),)
     versions = np.repeat(*np.array(runs, np.int32).T)
     assert row.behavior_logprobs is not None
     return Sampled(row.tokens, row.behavior_logprobs, versions, turn.truncated, row.recorded)

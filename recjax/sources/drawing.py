@@ -24,8 +24,9 @@ def groups_at(groups: Sequence[Group], count: int, batch: int, seed: int) -> lis
             remedy="add groups, or lower the batch",
         )
     indices = batch_indices(len(groups), count, batch, seed)
-    # A store reads the groups of a batch in one query.
-    return list(groups.chosen(indices)) if isinstance(groups, StoredGroups) else [groups[index] for index in indices]
+    if isinstance(groups, StoredGroups):
+        return list(groups.chosen(indices))  # one query reads all groups of the batch
+    return [groups[index] for index in indices]
 
 
 def mixed(groups: Sequence[Group], others: ByPrompt, count: int, batch: int, seed: int) -> list[Group]:
@@ -40,10 +41,13 @@ def mixed(groups: Sequence[Group], others: ByPrompt, count: int, batch: int, see
     joined = []
     for number, group in enumerate(groups):
         stored = others.get(group)
-        # A key of its own for each use of randomness, so that no two choices of a run share random numbers.
+        # Each use of randomness has its own key, so that no two choices of a run share random numbers.
         generator = np.random.default_rng([seed, 4, batch, number])
-        chosen = [stored[index] for index in sorted(generator.permutation(len(stored))[:count].tolist())]
-        # The run that recorded the store may have given its completions the same ids.
-        chosen = [completion._replace(id=f"store/{completion.id}") for completion in chosen]
-        joined.append(group._replace(completions=(*group.completions, *chosen)))
+        indices = sorted(generator.permutation(len(stored))[:count].tolist())
+        completions = list(group.completions)
+        for index in indices:
+            completion = stored[index]
+            # The run that recorded the store may have given its completions the same ids.
+            completions.append(completion._replace(id=f"store/{completion.id}"))
+        joined.append(group._replace(completions=tuple(completions)))
     return joined

@@ -4,18 +4,17 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from recjax.experience.group import Group, token_staleness
 from recjax.experience.queue import Arrival, Queue, queued_versions
-from recjax.runtime import hosts
+from recjax.sources.completing import complete_batch
 from recjax.sources.drawing import mixed
-from recjax.sources.generators import AT_A_TIME
-from recjax.sources.sampling import PolicySampler
+from recjax.sources.generators import BATCHES_PER_GENERATOR
+from recjax.sources.policy_sampler import PolicySampler
+from recjax.sources.recording import Recorder
 from recjax.sources.setup import Setup
-from recjax.sources.stored import StoreSource
-from recjax.store.store import Store
 from recjax.tasks.problems import question_of
 from recjax.training import schedule
 from recjax.training.learner import Learner
@@ -24,101 +23,129 @@ from recjax.training.run import State
 logger = logging.getLogger(__name__)
 
 
-class PolicySource(StoreSource):
+class PolicySource(contextlib.AbstractContextManager):
     """The policy samples numbered batches: in this process, in generators or on a server.
 
     A synchronous run waits for each batch in the round in which it issues it. An asynchronous run trains meanwhile.
+    See `recjax.training.run.Source`.
 
     Attributes:
         sampler: samples the batches.
     """
 
-    _warns = True  # of problems that a curriculum avoids, once
+    endless = False
 
     def __init__(self, setup: Setup, learner: Learner, sampler: PolicySampler):
-        """Opens no sampler yet."""
-        super().__init__(setup, learner)
+        """Takes the run's data, and the learner that has the weights; opens no sampler yet."""
         self.sampler = sampler
+        self._setup = setup
+        self._config = setup.config
+        self._learner = learner
+        self._recorder = Recorder(setup)
         self._is_async = setup.config.regime.mode == "async"
+        self._warns_of_avoided = True  # once in a run
 
-    @contextlib.contextmanager
-    def opened(self, state: State) -> Iterator[None]:
-        """Opens the sampler, and issues the batches again that were in flight at the checkpoint.
+    def __enter__(self) -> "PolicySource":
+        """Opens the sampler."""
+        self.sampler.__enter__()
+        return self
 
-        Batches that the run sampled after the checkpoint leave the record, as it samples them again, maybe otherwise.
+    def __exit__(self, *exception: object) -> None:
+        """Closes the sampler."""
+        self.sampler.__exit__(*exception)
+
+    def restore(self, state: State) -> None:
+        """Issues the batches again that were in flight at the checkpoint.
+
+        Batches that the run sampled after the checkpoint leave the record, because it samples them again.
         """
         in_flight = state.source.get("in_flight", [])
-        with self.sampler:
-            issued = state.queue.counts["batches"] + len(in_flight)
-            record = self._config.record_file
-            if record and issued and hosts.is_first() and not record.exists():
-                logger.warning("%s is gone; the record has only batches after number %d", record, issued)
-            elif record and hosts.is_first() and record.exists():
-                with Store(record, create=True) as store:
-                    batches = ((number, int(name.split("/")[0])) for name, (number,) in store.numbers("id").items())
-                    store.delete([number for number, batch in batches if batch > issued or batch in in_flight])
-            if self._is_async:
-                self.sampler.replace_weights(state.version, functools.partial(self._learner.behavior_params, state))
-            for number in in_flight:
-                self.sampler.issue(number)
-            del state  # a reference would keep its weights in memory during the whole run
-            yield
+        self._recorder.restore(state.queue.counts["batches"] + len(in_flight), in_flight)
+        if self._is_async:
+            self._offer_weights(state)
+        for number in in_flight:
+            self.sampler.issue(number)
+
+    def _offer_weights(self, state: State) -> None:
+        self.sampler.offer_weights(functools.partial(self._learner.behavior_params, state), state.version)
 
     def begin_step(self, state: State) -> None:
-        """Begins to count the seconds for which a step waits."""
+        """Starts to count the seconds for which a step waits."""
         self._waited_seconds = 0.0
 
     def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
         """Issues the batches that are due; returns finished ones, in a synchronous run all that it issued."""
         queue = state.queue
-        sampler = self.sampler
         if not wait:  # in the second poll of a round the step waits, and nothing has changed since the first one
             self._warn_of_avoided_problems(queue)
-            sampler.replace_weights(state.version, functools.partial(self._learner.behavior_params, state))
-            rates = queue.rates if self._config.task.curriculum else None
-            number = queue.counts["batches"] + len(sampler.in_flight) + 1
-            while self._is_due(state, number, step):
-                sampler.issue(number, rates)
-                number += 1
-        began = time.monotonic()
+            self._offer_weights(state)
+            self._issue_due_batches(state, step)
+        started = time.monotonic()
         with self._setup.phases.phase("sample"):
-            batches = sampler.receive(wait)
-            while sampler.in_flight and not self._is_async:
-                batches += sampler.receive(wait=True)
-        self._waited_seconds += time.monotonic() - began if wait else 0.0
+            batches = self.sampler.receive(wait)
+            while self.sampler.in_flight and not self._is_async:
+                batches += self.sampler.receive(wait=True)
+        if wait:
+            self._waited_seconds += time.monotonic() - started
         arrivals = []
-        others = self._setup.others
         for number, (groups, grades) in batches:
-            if others:
-                _, sampled_count = self._config.own_counts
-                stored_count = self._config.rollout.group_size - sampled_count
-                # By the batch's number, not the step, so that a batch that arrives late gets the same completions.
-                with self._setup.phases.phase("sample"):
-                    groups = mixed(groups, others, stored_count, number, self._config.seed)
-            is_early = not self._is_async and (number - 1) * self._setup.settings.sampling_interval >= queue.round
-            arrivals.append(Arrival(groups, grades, number, early=is_early))
+            is_early = not self._is_async and self._rounds_before(number) >= queue.round
+            arrivals.append(Arrival(self._with_stored_completions(groups, number), grades, number, early=is_early))
         return arrivals
+
+    def _issue_due_batches(self, state: State, step: int) -> None:
+        rates = None
+        if self._config.task.curriculum:
+            rates = state.queue.rates
+        number = state.queue.counts["batches"] + len(self.sampler.in_flight) + 1
+        while self._is_due(state, number, step):
+            self.sampler.issue(number, rates)
+            number += 1
+
+    def _rounds_before(self, number: int) -> int:
+        """Number of rounds of a synchronous run before the one that samples a batch."""
+        return (number - 1) * self._setup.settings.sampling_interval
+
+    def _with_stored_completions(self, groups: list[Group], number: int) -> list[Group]:
+        """Adds stored completions of the same prompts to a batch's groups, if the run mixes them."""
+        others = self._setup.others
+        if not others:
+            return groups
+        _, sampled_count = self._config.own_counts
+        stored_count = self._config.rollout.group_size - sampled_count
+        with self._setup.phases.phase("sample"):
+            # The choice depends on the batch's number, not on the step, so that a late batch gets the same completions.
+            return mixed(groups, others, stored_count, number, self._config.seed)
 
     def _is_due(self, state: State, number: int, step: int) -> bool:
         """True if a batch should be sampled now."""
         config = self._config
         regime = config.regime
         updates = config.training.updates
-        interval = self._setup.settings.sampling_interval
         if not self._is_async:
             # The next round's batch is sampled during the grading of this one, if both use the same weights.
             batches = schedule.batch_of(config.training.steps, updates)
             is_ahead = schedule.samples_ahead(schedule.batch_of(step, updates), batches, regime)
-            return (number - 1) * interval < state.queue.round + is_ahead
-        if len(self.sampler.in_flight) >= AT_A_TIME * regime.generators:
+            return self._rounds_before(number) < state.queue.round + is_ahead
+        if len(self.sampler.in_flight) >= BATCHES_PER_GENERATOR * regime.generators:
             return False
         count, _ = config.own_counts
         ahead = self._versions_ahead(state.queue)
-        # A batch whose turn comes after the last step, or too late for its version, is not sampled.
-        has_turn = step + len(ahead) // count * interval * updates <= config.training.steps
-        has_turn = has_turn and schedule.in_time([*ahead, state.version], step, count, regime, updates)
-        due = number, state.queue.round, interval, state.version, step
-        return has_turn and schedule.is_wanted(*due, regime, updates)
+        interval = self._setup.settings.sampling_interval
+        batches_ahead = len(ahead) // count
+        if step + batches_ahead * interval * updates > config.training.steps:
+            return False  # the batch's turn comes after the last step
+        if not schedule.in_time([*ahead, state.version], step, count, regime, updates):
+            return False
+        return schedule.is_wanted(
+            number,
+            round_=state.queue.round,
+            every=interval,
+            version=state.version,
+            step=step,
+            regime=regime,
+            updates=updates,
+        )
 
     def must_wait(self, queue: Queue, step: int) -> bool:
         """True if a batch in flight would exceed `regime.max_staleness` at its turn after `step`."""
@@ -132,41 +159,61 @@ class PolicySource(StoreSource):
     def _versions_ahead(self, queue: Queue) -> list[int]:
         """Policy versions of the groups in the queue and in flight."""
         count, _ = self._config.own_counts
-        coming = [version for version in self.sampler.in_flight.values() for _ in range(count)]
-        return [*queued_versions(queue, self._setup.settings), *coming]
+        versions = list(queued_versions(queue, self._setup.settings))
+        for version in self.sampler.in_flight.values():
+            versions += [version] * count
+        return versions
+
+    def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
+        """The groups of a step's batch; see `complete_batch`."""
+        return complete_batch(self._setup, self._learner, state, groups, step)
+
+    def record(self, batches: Sequence[list[Group]]) -> None:
+        """Takes graded batches for the store of a run that records."""
+        self._recorder.take(batches)
+
+    def write_record(self) -> None:
+        """Adds the batches that `record` has taken to the store."""
+        self._recorder.write()
 
     def state(self) -> dict[str, Any]:
         """The numbers of the batches in flight."""
-        return {"in_flight": [*self.sampler.in_flight]}
+        return {"in_flight": list(self.sampler.in_flight)}
 
     def _warn_of_avoided_problems(self, queue: Queue) -> None:
         """Logs the problems whose completions got no reward, once; the curriculum rarely draws them again."""
-        if not self._warns or None not in queue.rates.values():
+        if not self._warns_of_avoided or None not in queue.rates.values():
             return
-        self._warns = False
-        avoided = [
-            question_of(problem.prompt)
-            for key, problem in zip(self._setup.train.keys, self._setup.train.problems, strict=True)
-            if queue.rates.get(key, 0.0) is None
-        ]
+        self._warns_of_avoided = False
+        train = self._setup.train
+        avoided = []
+        for key, problem in zip(train.keys, train.problems, strict=True):
+            if queue.rates.get(key, 0.0) is None:
+                avoided.append(question_of(problem.prompt))
         assert self._config.task.curriculum is not None
         logger.warning(
             "task.curriculum: no completion of %d problems got a reward: %.200s; the curriculum draws such problems"
             " only by its share task.curriculum.uniform = %g. metrics.jsonl counts the reasons: grading/… and"
             " agent/…",
-            *(len(avoided), ", ".join(map(repr, avoided)), self._config.task.curriculum.uniform),
+            len(avoided),
+            ", ".join(map(repr, avoided)),
+            self._config.task.curriculum.uniform,
         )
 
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The sampler's metrics; the curriculum's pass rates; of asynchronous runs, waits and the tokens' staleness."""
-        rates = [rate for rate in queue.rates.values() if rate is not None]
-        measured = {"curriculum/problems": len(rates), "curriculum/pass_rate": sum(rates) / len(rates)} if rates else {}
-        if not self._is_async:
-            return {**measured, **self.sampler.counts}
-        of_tokens = token_staleness(groups, step)
-        return {
-            "generators/waited_seconds": self._waited_seconds,
-            "generators/in_flight": len(self.sampler.in_flight),
-            **self.sampler.counts,
-            **({} if of_tokens is None else {"generators/token_staleness": of_tokens}),
-        }
+        measured: dict[str, float] = {}
+        if self._is_async:
+            measured["generators/waited_seconds"] = self._waited_seconds
+            measured["generators/in_flight"] = len(self.sampler.in_flight)
+        else:
+            rates = [rate for rate in queue.rates.values() if rate is not None]
+            if rates:
+                measured["curriculum/problems"] = len(rates)
+                measured["curriculum/pass_rate"] = sum(rates) / len(rates)
+        measured.update(self.sampler.counts)
+        if self._is_async:
+            staleness = token_staleness(groups, step)
+            if staleness is not None:
+                measured["generators/token_staleness"] = staleness
+        return measured

@@ -1,9 +1,10 @@
 """Everything that a run has read before its first step: `Setup`."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from recjax.agents.agents import AGENT_FAILURES, Agents
+from recjax.agents.agents import Agents
+from recjax.agents.trials import AGENT_FAILURES
 from recjax.config import Config
 from recjax.experience.batch import Shape, sampled_shape
 from recjax.experience.group import Group
@@ -44,7 +45,7 @@ class Setup(NamedTuple):
     demonstrations: chats that the warm start trains on.
     agents: programs that talk to the policy; open during the run.
     judge: how the updates read the rewards of a group.
-    teacher_prompts: makes the prompts of `task.teacher_template`; None without one.
+    teacher_prompts: makes the prompts of `task.teacher_template`; None if the config has none.
     """
 
     config: Config
@@ -63,7 +64,14 @@ class Setup(NamedTuple):
     @property
     def sampler(self) -> BatchSampler:
         """Samples batches of the train prompts in this process."""
-        return BatchSampler(self.config, self.policy, self.train, self.grading, self.phases, self.agents)
+        return BatchSampler(
+            config=self.config,
+            policy=self.policy,
+            prompts=self.train,
+            grading=self.grading,
+            phases=self.phases,
+            agents=self.agents,
+        )
 
     @property
     def shape(self) -> Shape:
@@ -90,7 +98,7 @@ class Setup(NamedTuple):
         if self.config.samples_training_data:
             failures["grading"] = self.grading.failures
         if self.agents:
-            failures["agent"] = (*AGENT_FAILURES,)
+            failures["agent"] = tuple(AGENT_FAILURES)
         return failures
 
 
@@ -105,11 +113,20 @@ def batch_shape(config: Config, train: Prompts, stored: Stored | None) -> Shape:
         return shape
     other = stored.shape
     assert experience is not None and experience.mix is not None
-    if experience.mix.of == "group":  # the policy's groups have room for the completions that join them
-        other = other._replace(prompts=1, group=other.group and 1)
-    if None in (shape.group, other.group):
+    if experience.mix.of == "group":
+        # The policy's groups already have places for the completions that join them.
+        other = other._replace(prompts=1)
+        if other.group is not None:
+            other = other._replace(group=1)
+    if shape.group is None or other.group is None:
         shape = shape.without_groups()
         other = other.without_groups()
-    pairs: Any = zip(shape, other, strict=True)
-    sizes: Any = (None if None in pair else max(pair) for pair in pairs)
-    return Shape(*sizes)
+        group = None
+    else:
+        group = max(shape.group, other.group)
+    return Shape(
+        prompts=max(shape.prompts, other.prompts),
+        group=group,
+        prompt_time=max(shape.prompt_time, other.prompt_time),
+        time=max(shape.time, other.time),
+    )

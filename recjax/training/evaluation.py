@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Array, Key
 
-from recjax.agents.agents import AGENT_FAILURES, MISTAKES, Agents
+from recjax.agents.agents import Agents
+from recjax.agents.trials import AGENT_FAILURES, MISTAKES
 from recjax.config import Config, EvaluationConfig
 from recjax.errors import UserError
 from recjax.experience.batch import answered_shape, pad

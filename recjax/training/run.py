@@ -5,7 +5,7 @@ objects of the package. A test, or a program with its own loop, may pass other o
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -48,41 +48,50 @@ class State(NamedTuple):
     proximal_logprobs: Float[Array, "batch time"] | None = None
 
 
-class Source:
-    """Gives groups to the queue. This class gives none; it serves runs whose batches come from a store at rest.
+class Source(Protocol):
+    """Gives groups to the queue; a context for the time of the run. `recjax.sources` has the sources of the package.
 
     Attributes:
         endless: True if a step may wait for groups without a limit, until a signal stops the run.
     """
 
-    endless = False
+    endless: bool
 
-    def opened(self, state: State) -> AbstractContextManager:
-        """A context for the time of the run. It continues `state.source`, or begins without one."""
-        return nullcontext()
+    def __enter__(self) -> Any:
+        """Opens what the source needs, such as its sampler."""
+
+    def __exit__(self, *exception: object) -> Any:
+        """Closes what the source has opened."""
+
+    def restore(self, state: State) -> None:
+        """Continues after the groups that the state's queue has. Called once, when the source is open.
+
+        Args:
+            state: its `source` is the result of `Source.state` at the checkpoint, or empty in a new run.
+        """
 
     def begin_step(self, state: State) -> None:
         """Called before the first round of each step, with the sampler's weights of the step."""
 
     def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:
-        """The groups that arrive in a round.
+        """Returns the groups that arrive in a round.
 
         Args:
             step: number of the next training step.
             wait: False in the first poll of a round, True in the second, which comes if there are too few groups.
         """
-        return []
+        ...
 
     def must_wait(self, queue: Queue, step: int) -> bool:
-        """True if training on `queue` at `step` would be too late for groups that the source has not given yet."""
-        return False
+        """Returns True if groups that are still to come would be too stale after a step on `queue` at this time."""
+        ...
 
     def completed(self, state: State, groups: list[Group], step: int) -> list[Group]:
-        """The groups of a step's batch: those from the queue in order, then those that join without waiting there.
+        """Returns a step's batch: the groups from the queue in order, then groups that join without waiting there.
 
         The queue keeps a group in the form that this method returns, if later steps train on the group again.
         """
-        return groups
+        ...
 
     def record(self, batches: Sequence[list[Group]]) -> None:
         """Takes graded batches for the store of a run that records."""
@@ -91,12 +100,12 @@ class Source:
         """Writes the batches that `record` has taken; called while the device computes, and before each checkpoint."""
 
     def state(self) -> dict[str, Any]:
-        """JSON data for the checkpoint, with which `opened` continues after the groups that the queue has."""
-        return {}
+        """Returns JSON data for the checkpoint, from which `restore` continues."""
+        ...
 
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """Metrics of a step that trains on `groups`."""
-        return {}
+        """Returns metrics of a step that trains on `groups`."""
+        ...
 
 
 class Computes(Protocol):

@@ -14,10 +14,12 @@ import pytest
 import tokenizers
 
 from recjax.agents import agents
+from recjax.agents.agent_grades import AgentGrader
 from recjax.agents.agent_policy import AgentPolicy, ContextFull, token_ids
-from recjax.agents.agents import AGENT_FAILURES, Agents, Tried
+from recjax.agents.agents import Agents
 from recjax.agents.named_agents import environment_agent
 from recjax.agents.tools import Call, Tools, parsed_calls, split_calls
+from recjax.agents.trials import AGENT_FAILURES, Trial, root_failure
 from recjax.config import load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import Completion, Grade, Row, Turn, with_grades
@@ -100,7 +102,7 @@ async def replied(asker, asked):
         return await asked
 
 
-def test_a_rendered_chat_gets_no_special_tokens_and_unknown_ones_are_refused(made):
+def test_a_rendered_chat_refuses_unknown_tokens(made):
     config, policy, _ = made("one_turn")
     tokenizer, live = policy.tokenizer, Talkative()
     tokenizer.bos_token = "~"
@@ -218,7 +220,7 @@ def test_nothing_holds_a_batchs_engine_any_more(made, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_turn_is_what_a_run_without_an_agent_samples(made):
+def test_one_turn_equals_a_run_without_agents(made):
     config, policy, params = made("one_turn")
     groups, grades = sampled(config, policy, params)
     prompts = encode_problems(SUMS, policy.tokenizer, None)
@@ -314,7 +316,7 @@ def test_a_template_that_drops_something_gives_a_further_row(made):
 
 
 @pytest.mark.slow
-def test_the_same_key_gives_the_same_to_the_bit_and_another_does_not(made):
+def test_equal_keys_alone_give_bit_equal_trajectories(made):
     parts = made("several_turns")
     first, again, other = (completions_of(sampled(*parts, seed=seed)[0]) for seed in (0, 0, 1))
     same(first, again)
@@ -351,11 +353,11 @@ def test_an_agents_own_client_samples_from_the_policy(made, caplog):
 def test_a_group_with_a_mistake_is_a_mistake():
     full = ContextFull("full")
     for inner, expected in [([full, full], ContextFull), ([full, KeyError("a")], ExceptionGroup)]:
-        assert type(agents.root_failure(ExceptionGroup("group", inner))) is expected
+        assert type(root_failure(ExceptionGroup("group", inner))) is expected
     circle = KeyError("a")
     circle.__cause__ = ValueError("b")
     circle.__cause__.__cause__ = circle
-    assert agents.root_failure(circle) is circle
+    assert root_failure(circle) is circle
 
 
 @pytest.mark.parametrize("prompt", [None, 7, 1.5, [[1, 2]], [1.0, 2.0], [{"role": "user"}], [[1], [2, 3]], []])
@@ -379,7 +381,7 @@ def test_failing_agents_cost_themselves_alone(made, caplog):
     assert "Task was destroyed but it is pending" not in caplog.text, "an agent goes on after its time"
 
 
-def test_a_device_that_is_busy_costs_no_agent_its_seconds(made, monkeypatch):
+def test_a_busy_device_costs_no_agent_seconds(made, monkeypatch):
     """Keys are made on the device, which may first have an update to finish."""
 
     def slow_keys(*arguments):
@@ -421,7 +423,7 @@ def test_a_request_in_the_engine_ends_with_its_agent(made, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_failure_may_have_a_reward_and_too_many_mistakes_end_the_run(made):
+def test_a_failure_has_a_reward_or_ends_the_run(made):
     asked = [Problem("1+2=", "3", columns={"do": "raise"})]
     _, grades = sampled(*made("by_column", "task.agent_failure_reward=-1.0"), asked, group_size=6)
     assert [(grade.reward, grade.accurate) for grade in grades] == [(-1.0, False)] * 6
@@ -432,7 +434,7 @@ def test_a_failure_may_have_a_reward_and_too_many_mistakes_end_the_run(made):
 
 
 @pytest.mark.slow
-def test_a_stop_string_ends_a_reply_with_the_token_that_completes_it(made):
+def test_a_stop_string_ends_a_reply_at_its_token(made):
     config, policy, params = made("stops", "rollout.max_completion_tokens=40")
     groups, _ = sampled(config, policy, params, SUMS[:1], group_size=4)
     whole, _ = sampled(*made("one_turn", "rollout.max_completion_tokens=40"), SUMS[:1], group_size=4)
@@ -453,7 +455,7 @@ def test_a_stop_string_ends_a_reply_with_the_token_that_completes_it(made):
 
 
 @pytest.mark.slow
-def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
+def test_module_state_works_in_every_batch_with_agents(made):
     """asyncio's locks, and connections, work in the event loop that first used them."""
     parts = made("of_a_module", f"task.reward={HERE}of_a_module_too")
     with some_agents.answering() as url:
@@ -465,7 +467,7 @@ def test_what_a_module_holds_works_in_every_batch_with_agents_and_rewards(made):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bad", "level"), [(2, "WARNING"), (4, "ERROR")])
-def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, monkeypatch, bad, level):
+def test_a_frequent_failure_of_agents_is_an_error_line(made, caplog, monkeypatch, bad, level):
     asked = [
         Problem("1+2=", "3", columns={"do": what}) for what in ["nonsense", *["raise"] * bad, *["fine"] * (5 - bad)]
     ]
@@ -480,7 +482,7 @@ def test_where_most_agents_fail_for_one_reason_it_is_said_loudly(made, caplog, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["raise", "silent raise", "interrupt"])
-def test_an_agent_that_fails_in_an_evaluation_counts_as_wrong(made, fails):
+def test_a_failed_agent_counts_as_wrong_in_evaluations(made, fails):
     options = ["rollout.prompts_per_step=4", "evaluation.samples=1", "task.success=0.4"]
     config, policy, params = made("by_column", *options)
 
@@ -513,18 +515,18 @@ SHAPED = [  # an agent's return value, rewards of its turns, weights, and whethe
 ]
 
 
-def test_nothing_that_shapes_an_agents_reward_makes_it_right_or_wrong(made):
-    config, policy, _ = made("one_turn", "task.agent_failure_reward=5.0")
+def test_shaping_parts_do_not_decide_an_agents_accuracy(made):
+    config, *_ = made("one_turn", "task.agent_failure_reward=5.0")
     row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
     completion = Completion("a", "policy", "", (row,), None, 0, True, turns=(Turn(0, 3), Turn(0, 6)))
     for returned, turns, weights, right in SHAPED:
         player = SimpleNamespace(rewards=turns, rewarded=sum(turns.values()) if turns else None)
-        tried = [Tried(player, returned, failure, "", "") for failure in (None, "raised")]
+        tried = [Trial(player, returned, failure, "", "") for failure in (None, "raised")]
         rewards = set()
         for chosen in ({}, weights):
             task = config.task.model_copy(update={"reward_weights": chosen})
-            opened = Agents(config.model_copy(update={"task": task}), policy)
-            grades = opened._grades(tried, [completion] * 2, {}, [])
+            opened = AgentGrader(config.model_copy(update={"task": task}))
+            grades = opened.grades(tried, [completion] * 2, {}, [])
             assert [grade.accurate for grade in grades] == [right, None if right is None else False]
             rewards.add(grades[0].reward)
         assert len(rewards) == 2, "the weights have an effect"
@@ -543,37 +545,35 @@ def test_an_evaluation_names_the_remedies_of_its_failures(caplog):
 
 
 def test_weights_of_agents_are_those_of_their_task(made):
-    config, policy, _ = made("one_turn")
+    config, *_ = made("one_turn")
     weights = {"a": {"style": 10, "turns": -5}, "b": {"style": 100}, "c": {"turns": -5}}
     mixture = {name: {"arithmetic": {}, "reward_weights": chosen} for name, chosen in weights.items()}
-    opened = Agents(config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}), policy)
+    opened = AgentGrader(config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}))
     row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
     player = SimpleNamespace(rewards={}, rewarded=None)
     rewards = []
     for task, returned in (("a", {"accuracy": 1, "style": 1}), ("b", {"accuracy": 1, "style": 1}), ("c", None)):
         completion = Completion("a", "policy", "", (row,), None, 0, False, turns=(Turn(0, 6),), metadata={"task": task})
         graded = [Grade(0.0, {"score": 0.0}, False)] if returned is None else []
-        (grade,) = opened._grades([Tried(player, returned, None, "", "")], [completion], {}, graded)
+        (grade,) = opened.grades([Trial(player, returned, None, "", "")], [completion], {}, graded)
         rewards.append(grade.reward)
     assert rewards == [6.0, 101.0, -5.0]
     with pytest.raises(ValueError, match="task.mixture.c.reward_weights.style: unknown part"):
         mixture["c"]["reward_weights"] = {"style": 1.0}
-        opened = Agents(
-            config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}), policy
-        )
-        opened._grades([Tried(player, 1.0, None, "", "")], [completion], {}, [])
+        opened = AgentGrader(config.replace(**{"task.arithmetic": None, "task.reward": None, "task.mixture": mixture}))
+        opened.grades([Trial(player, 1.0, None, "", "")], [completion], {}, [])
     with pytest.raises(ValueError, match="task.mixture.b: the agent returns a part 'b'.*rename the task"):
-        opened._grades([Tried(player, {"b": 1.0}, None, "", "")], [completion], {}, [])
+        opened.grades([Trial(player, {"b": 1.0}, None, "", "")], [completion], {}, [])
 
 
 def test_an_agents_part_has_one_weight(made):
-    config, policy, _ = made("one_turn", "algorithm.preset=gdpo")
+    config, *_ = made("one_turn", "algorithm.preset=gdpo")
     row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
     completion = Completion("a", "policy", "", (row,), None, 0, False, turns=(Turn(0, 6),))
-    tried = [Tried(SimpleNamespace(rewards={}, rewarded=None), 1.0, None, "", "")]
-    Agents(config, policy)._grades(tried, [completion], {"format": 0.1}, [])
+    tried = [Trial(SimpleNamespace(rewards={}, rewarded=None), 1.0, None, "", "")]
+    AgentGrader(config).grades(tried, [completion], {"format": 0.1}, [])
     with pytest.raises(ValueError, match="task.reward_weights.score: .* weight 1, and the task's reward .* weight 0;"):
-        Agents(config, policy)._grades(tried, [completion], {"score": 0.0}, [])
+        AgentGrader(config).grades(tried, [completion], {"score": 0.0}, [])
 
 
 @pytest.mark.slow
@@ -585,7 +585,7 @@ def test_a_slow_agent_holds_up_nobody(made):
 
 
 @pytest.mark.slow
-def test_weights_are_of_what_agents_return_and_of_their_turns(made):
+def test_weights_apply_to_returned_parts_and_turns(made):
     parts = made("several_turns", "task.reward_weights={digits: 2.0, turns: -0.25, accuracy: 0.0}")
     _, grades = sampled(*parts)
     for grade in grades:
@@ -595,7 +595,7 @@ def test_weights_are_of_what_agents_return_and_of_their_turns(made):
 
 
 @pytest.mark.slow
-def test_rewards_of_turns_reach_the_batch_and_survive_the_record(made):
+def test_turn_rewards_reach_the_batch_and_the_record(made):
     parts = made("paid_by_turn", "task.agent_failure_reward=-1.0", "task.reward_weights={score: 2.0, turns: -0.1}")
     groups, grades = sampled(*parts, group_size=2)
     np.testing.assert_allclose([grade.reward for grade in grades], [3.7, 3.7, -1, -1], atol=1e-6)
@@ -788,7 +788,7 @@ def test_arguments_are_checked_against_the_tools_schema():
         Tools({f"{TOOLS}search": search}, workers=1, seconds=1.0)
 
 
-def test_what_cannot_be_sent_costs_no_other_call_and_coroutines_are_awaited():
+def test_an_unsendable_result_fails_only_its_own_call():
     names = ["add", "sleep", "refuse", "give", "wait", "refuse_later"]
     functions = {f"{TOOLS}{name}": getattr(some_tools, name) for name in names}
     given = {
@@ -859,7 +859,7 @@ def test_a_call_inside_thoughts_is_a_draft(made, prompt, text, answer):
     assert (reply.text, reply.answer) == (text, answer)
 
 
-def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):
+def test_a_model_reads_the_results_of_its_tools(made, monkeypatch):
     config, policy, params = made("tools", f"task.tools=['{TOOLS}add']", "rollout.max_completion_tokens=4")
     # An untrained model calls nothing, so it is read as if it did at first.
     calls = iter([[Call("add", {"a": 2, "b": 3})]] * 6 + [[]] * 6)
@@ -873,7 +873,7 @@ def test_a_model_that_calls_a_tool_is_told_what_comes_of_it(made, monkeypatch):
         assert grade.reward_parts["turns"] == 2 and grade.failure == "none"
 
 
-def test_a_reply_that_only_opens_calls_is_read_in_linear_time():
+def test_unclosed_calls_are_read_in_linear_time():
     began = time.perf_counter()
     assert parsed_calls("<tool_call>" * 20_000) == []
     assert time.perf_counter() - began < 5.0

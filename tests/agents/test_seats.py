@@ -12,7 +12,7 @@ from recjax.agents import agents
 from recjax.agents.agents import Agents
 from recjax.algorithms.advantages import group_mean_advantages
 from recjax.analysis.samples import results
-from recjax.config import load_config
+from recjax.config import TaskConfig, load_config
 from recjax.experience.batch import Shape, pad
 from recjax.experience.group import group_staleness, with_grades
 from recjax.experience.layout import score
@@ -102,7 +102,7 @@ def play(make, monkeypatch):
     return played
 
 
-def test_each_seat_has_groups_versions_and_rewards_of_its_own(play):
+def test_each_seat_has_its_own_groups_and_rewards(play):
     groups, read, engines = play()
     assert [(group.prompt, group.seat) for group in groups] == [
         (problem.prompt, seat) for problem in SUMS for seat in ("first", "second")
@@ -126,12 +126,12 @@ def test_each_version_of_a_frozen_seat_is_read_once(play):
     assert all(one.params == {"of": one.version} for one in engines)
 
 
-def test_weights_that_swap_within_a_batch_never_play_a_frozen_seat(play):
+def test_newer_weights_never_play_a_frozen_seat(play):
     _, read, engines = play("task.seats.second=7", "training.checkpoint_every=7", newer=lambda: None)
     assert read == [] and [(one.version, one.newer is None) for one in engines] == [(7, False), (7, True)]
 
 
-def test_frozen_seats_drift_as_the_sampler_did_at_their_version(make, monkeypatch):
+def test_frozen_seats_drift_as_their_version_did(make, monkeypatch):
     monkeypatch.setattr(agents, "Engine", Weights)
     monkeypatch.setattr(agents, "LiveEngine", Front)
     monkeypatch.setattr(Front, "engines", [])
@@ -152,7 +152,7 @@ def test_frozen_seats_drift_as_the_sampler_did_at_their_version(make, monkeypatc
     assert (kernels[2] == kernels[0]).all() and (kernels[2] != kernels[1]).any() and (kernels[2] != np.eye(4)).any()
 
 
-def test_failures_name_the_seat_and_a_seat_that_does_not_play_leaves_its_group(play):
+def test_failures_name_the_seat_and_unused_seats_leave_groups(play):
     does = ("no seat", "policy", "one number", "alone")
     groups, *_ = play(problems=[Problem("1+2=", "3", columns={"do": what}) for what in does])
     grades = [[one.grade for one in group.completions] for group in groups]
@@ -160,7 +160,7 @@ def test_failures_name_the_seat_and_a_seat_that_does_not_play_leaves_its_group(p
     assert len(grades[6]) == 3 and grades[7] == []
 
 
-def test_an_evaluation_has_the_completions_of_each_problem_and_seat(play, make, caplog):
+def test_an_evaluation_has_completions_of_each_seat(play, make, caplog):
     """The second seat plays in some games of problem 0, in all of problem 1, and in none of problem 2."""
     config = make(*SEATS, "evaluation.samples=4", "rollout.prompts_per_step=2")
     problems = [Problem(f"{number}+2=", "3", columns={"do": what}) for number, what in enumerate(GAMES)]
@@ -198,7 +198,7 @@ def test_mistakes_with_seats_are_explained(play, what, words):
 
 
 def test_weights_that_cannot_be_read_are_named(play, monkeypatch):
-    monkeypatch.setattr(agents.TaskConfig, "seat_version", lambda *_: 5)
+    monkeypatch.setattr(TaskConfig, "seat_version", lambda *_: 5)
     monkeypatch.setattr(Agents, "__enter__", lambda self: setattr(self, "older_params", None) or self)
     with pytest.raises(ValueError, match="task.seats = .*: the checkpoint of step 5 cannot be read .*; restore it"):
         play()
@@ -259,7 +259,7 @@ def expectations(stale):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_baseline_that_the_seats_of_a_zero_sum_game_share_is_biased(stale):
+def test_a_baseline_shared_by_zero_sum_seats_is_biased(stale):
     """It is always 0, so that advantages are the rewards: those of the seat that is worse off are negative on average.
 
     On data of other weights this adds V_seat · E_μ[∇ log π] to the gradient: imitation of the seat that is better off,
@@ -306,7 +306,7 @@ def duels(seen):
     return sample
 
 
-def test_frozen_weights_come_from_checkpoints_and_a_resumed_run_has_the_same(make, tmp_path, monkeypatch):
+def test_frozen_weights_come_from_checkpoints_also_after_a_resume(make, tmp_path, monkeypatch):
     monkeypatch.setattr("recjax.runs.policies.put_params", lambda params: params)  # a checksum has no mesh axes
     options = [*SEATS, "training.keep_checkpoints=1"]
     seen, again = [], []

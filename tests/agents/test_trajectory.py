@@ -42,7 +42,7 @@ def whole(row: Row) -> list[int]:
     return [*row.prompt_tokens.tolist(), *row.tokens.tolist()]
 
 
-def test_a_row_grows_and_its_tokens_are_those_that_were_sampled():
+def test_a_growing_row_keeps_its_sampled_tokens():
     made = Trajectory(tokenizer())
     prompt = made.tokens_of("c")
     assert made.add(prompt, turn(A, B, EOS), "c") == "ab<eos>"
@@ -83,7 +83,7 @@ def test_a_number_over_two_turns_stays_a_number(name):
     assert made.tokens_of("x=42 42</s>Yes\n Yes2").tolist() == [*whole(row), ids("2")]
 
 
-def test_what_does_not_go_on_from_a_row_begins_another():
+def test_a_turn_that_continues_no_row_starts_one():
     made = Trajectory(tokenizer())
     made.add(made.tokens_of("c"), turn(A, B, EOS), "c")
     dropped = made.tokens_of("c.d")  # a template that drops what was said
@@ -211,7 +211,7 @@ def test_what_belongs_together_is_packed_into_one_micro_batch(share):
         (["user:a#<think>\n", "so</think>", "say <think> or", "x"], ""),
     ],
 )
-def test_a_reply_begins_inside_thoughts_that_its_turn_has_opened(turns, opening):
+def test_a_reply_starts_inside_thoughts_its_turn_opened(turns, opening):
     letters = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     made = Trajectory(letters)
 

@@ -214,16 +214,16 @@ FAULTS = {
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",
         "recjax/sources/sampling.py",
-        "[number % _TOGETHER]",
+        "[number % _BLOCK]",
         "[0]",
         (_KEYS,),
     ),
     "rounds-recorded-twice": Fault(
         "a resumed run records a batch that the record already holds",
-        "recjax/sources/stored.py",
+        "recjax/sources/recording.py",
         'if records and not store.numbers("id", [records[0].completion.id]):',
         "if records:",
-        (f"{_FED}::test_what_is_drawn_is_recorded_once_and_reads_as_a_store",),
+        (f"{_FED}::test_sampled_batches_are_recorded_once",),
     ),
     # --- Queue.
     "queue-deadline-off-by-one": Fault(
@@ -425,7 +425,7 @@ FAULTS = {
         "recjax/store/stored.py",
         "mix is None and completion.policy_version == 0",
         "completion.policy_version == 0",
-        (f"{_FED}::test_mixed_rows_of_an_initial_policy_never_make_groups_stale",),
+        (f"{_FED}::test_rows_of_an_initial_policy_never_are_stale",),
     ),
     "update-teacher-reads-the-policys-prompt": Fault(
         "the distributions of a policy that is its own teacher are those behind the policy's prompt",
@@ -454,14 +454,14 @@ FAULTS = {
         "recjax/agents/trajectory.py",
         "np.zeros(len(between), bool), mask",
         "np.ones(len(between), bool), mask",
-        ("tests/agents/test_trajectory.py::test_a_row_grows_and_its_tokens_are_those_that_were_sampled",),
+        ("tests/agents/test_trajectory.py::test_a_growing_row_keeps_its_sampled_tokens",),
     ),
     "rollout-thoughts-stay-open": Fault(
         "a reply of a new turn is read as if it began inside the thoughts of the turn before",
         "recjax/agents/trajectory.py",
-        "if special.intersection(piece[-1:].tolist() if mask[start] else piece.tolist()):",
+        "if special_ids.intersection(turn_marks.tolist()):",
         "if False:",
-        ("tests/agents/test_trajectory.py::test_a_reply_begins_inside_thoughts_that_its_turn_has_opened",),
+        ("tests/agents/test_trajectory.py::test_a_reply_starts_inside_thoughts_its_turn_opened",),
     ),
     "rollout-canceled-request-keeps-slot": Fault(
         "the engine goes on with a request that nobody awaits",
@@ -515,7 +515,7 @@ FAULTS = {
     ),
     "tasks-agents-of-a-mixture-have-one-weight": Fault(
         "rewards of agents in a mixture are weighed without the weights of their task",
-        "recjax/agents/agents.py",
+        "recjax/agents/agent_grades.py",
         "weights = part_weights(task.reward_weights)",
         "weights = part_weights(self._config.task.reward_weights)",
         ("tests/agents/test_agents.py::test_weights_of_agents_are_those_of_their_task",),
@@ -591,14 +591,14 @@ FAULTS = {
         "recjax/serving/recorder.py",
         "if before not in (None, reward):",
         "if False:",
-        ("tests/serving/test_recording.py::test_turns_are_rewarded_one_by_one_and_survive_a_kill",),
+        ("tests/serving/test_recording.py::test_rewards_of_single_turns_survive_a_kill",),
     ),
     "serving-newest-version": Fault(
         "a completion that new weights have finished is labeled with their version, not with the oldest",
         "recjax/serving/answering.py",
         "policy_version=int(sampled.versions.min())",
         "policy_version=int(sampled.versions.max())",
-        ("tests/serving/test_versions.py::test_weights_that_come_in_the_middle_are_taken_and_named",),
+        ("tests/serving/test_versions.py::test_a_completion_continues_with_newer_weights_and_names_them",),
     ),
     # --- Analysis.
     "analysis-pass-at-k-with-replacement": Fault(

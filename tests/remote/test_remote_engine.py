@@ -21,7 +21,7 @@ from recjax.experience.group import Row
 from recjax.hub.export import export_model, write_base
 from recjax.logs.metrics import read_metrics
 from recjax.models.decoder import Decoder, abstract_params
-from recjax.remote import dialects, server
+from recjax.remote import dialects, pushing, server
 from recjax.remote import sampler as engine_sampler
 from recjax.remote.client import LostWeightsError, RemoteEngine
 from recjax.remote.sampler import EngineSampler
@@ -83,7 +83,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_unusable_reply_is_requested_again_and_never_trained_on(config, name):
+def test_unusable_replies_are_requested_again(config, name):
     policy, (changes, problem) = policy_of(config), WRONG[name]
     replies = itertools.count()
 
@@ -151,7 +151,7 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
 
 
 @pytest.mark.slow
-def test_a_server_takes_pushed_weights_whole_or_not_at_all(tmp_path):
+def test_a_server_takes_only_complete_pushed_weights(tmp_path):
     root, base, other = tmp_path / "root", tmp_path / "base", params_of(SHAPE, 1)
     base.mkdir()
     write_base(base, SHAPE, POLICY.tokenizer, POLICY.stop_ids)
@@ -273,7 +273,7 @@ FORMS = {  # software: a path, a reply with two completions from tokens and log-
 
 
 @pytest.mark.parametrize("api", FORMS)
-def test_replies_of_other_software_are_read_in_their_own_form(config, api):
+def test_replies_of_each_dialect_are_read(config, api):
     policy, (path, form, without_ids), calls = policy_of(config), FORMS[api], []
     tokens = choice_of(policy)["token_ids"]
     bad = [without_ids, form(tokens, BROKEN), form(tokens * 2, RIGHT * 2)]
@@ -309,7 +309,7 @@ PAUSES = ("/pause?mode=wait", "/resume")
 
 
 @pytest.mark.parametrize(("api", "pauses"), [("vllm", False), ("vllm", True), ("sglang", False)])
-def test_whole_weights_reach_other_software_and_their_loss_is_noticed(config, api, pauses):
+def test_other_software_gets_weights_and_may_lose_them(config, api, pauses):
     policy, calls, tags = policy_of(config), [], ["default"]
     tokens = choice_of(policy)["token_ids"]
     (path, form, _), prompts = FORMS[api], prompts_of(config, policy)
@@ -355,14 +355,14 @@ def test_whole_weights_reach_other_software_and_their_loss_is_noticed(config, ap
     ("api", "changes", "has_head"),
     [("vllm", {}, True), ("vllm", {"attention_cap": 50.0}, False), ("sglang", {}, False)],
 )
-def test_vllm_gets_the_output_layer_of_tied_embeddings_by_name(config, tmp_path, monkeypatch, api, changes, has_head):
+def test_vllm_gets_the_output_layer_of_tied_embeddings(config, tmp_path, monkeypatch, api, changes, has_head):
     """Without it, vLLM's build for CPUs keeps the former one. Its Gemma 2 has no such layer."""
     policy, folders = policy_of(config), []
     shape = dataclasses.replace(policy.decoder.config, **changes)
     policy = policy._replace(decoder=Decoder(shape))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), abstract_params(shape))
-    monkeypatch.setattr(engine_sampler, "write_base", lambda *_: None)
-    monkeypatch.setattr(engine_sampler, "export_model", lambda *values: folders.append(values))
+    monkeypatch.setattr(pushing, "write_base", lambda *_: None)
+    monkeypatch.setattr(pushing, "export_model", lambda *values: folders.append(values))
     replies = {"/update_weights_from_disk": lambda body: (405, None), "/weight_info": {}}
     with scripted_engine(api, config, policy, replies, []) as url:
         rollout = config.rollout.model_copy(update={"engine": EngineConfig(url=url, folder=str(tmp_path))})
@@ -404,7 +404,7 @@ def test_sglang_and_vllm_name_the_adapter_in_each_request(config):
 @pytest.mark.parametrize(
     ("api", "remedy"), [("vllm", "DEV_MODE=1, or train .*, or set regime"), ("llamacpp", "; set regime")]
 )
-def test_an_engine_without_new_weights_samples_for_offline_runs_only(config, api, remedy):
+def test_an_engine_without_new_weights_needs_offline_runs(config, api, remedy):
     def answer(path, body):
         return 404, {"detail": "Not Found"}
 
@@ -419,7 +419,7 @@ def test_an_engine_without_new_weights_samples_for_offline_runs_only(config, api
             assert sampler.counts == {"engine/pushes": 0, "engine/push_seconds": 0, "engine/unusable": 0}
 
 
-def test_a_server_samples_issued_batches_in_order_each_with_the_weights_of_its_issue(config, monkeypatch):
+def test_a_server_samples_batches_in_order_with_their_weights(config, monkeypatch):
     policy = policy_of(config)
     pushed = {}
 
@@ -439,11 +439,11 @@ def test_a_server_samples_issued_batches_in_order_each_with_the_weights_of_its_i
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
         batches = BatchSampler(config, policy, prompts, None, None)
         with EngineSampler(batches, {"frozen": np.ones(1)}) as sampler:
-            sampler.replace_weights(0, lambda: {"trained": np.zeros(1)})
+            sampler.offer_weights(lambda: {"trained": np.zeros(1)}, 0)
             sampler.issue(1)
             sampler.issue(2)
-            sampler.replace_weights(0, lambda: pytest.fail("it has this version"))
-            sampler.replace_weights(3, lambda: {"trained": np.full(1, 3.0)})
+            sampler.offer_weights(lambda: pytest.fail("it has this version"), 0)
+            sampler.offer_weights(lambda: {"trained": np.full(1, 3.0)}, 3)
             sampler.issue(3)
             assert sampler.in_flight == {1: 0, 2: 0, 3: 3}
             received = []

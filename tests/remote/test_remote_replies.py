@@ -36,7 +36,7 @@ def sampled_with(config, **changes):
 
 
 @pytest.mark.parametrize("indices", [[6, 7], [7], [0, 0, 1, 2, 3, 4, 5, 6], [*range(1, 9)], [*range(9)]])
-def test_a_server_that_drops_choices_is_asked_for_one_at_a_time(config, indices):
+def test_a_server_that_drops_choices_gets_single_requests(config, indices):
     """vLLM before 0.31 gives only the choices that end last, so that long completions are too frequent."""
     policy = policy_of(config)
     tokens = choice_of(policy)["token_ids"]
@@ -157,7 +157,7 @@ def test_a_push_that_fails_leaves_no_trusted_weights(config, monkeypatch, status
     assert [*dict.fromkeys(paths)] == ["/pause?mode=wait", "/update_weight_version", "/collective_rpc", "/resume"]
 
 
-def test_a_push_during_which_the_server_fails_is_made_again(config, monkeypatch):
+def test_a_push_to_a_failing_server_is_repeated(config, monkeypatch):
     """A server that restarts before the last request would have the label of weights that it does not have."""
     monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
     policy, calls, resets = policy_of(config), [], itertools.count()
@@ -217,7 +217,7 @@ def test_log_probs_of_another_distribution_are_refused(config, api, changes, has
 
 
 @pytest.mark.parametrize("has_route", [True, False])
-def test_the_most_likely_tokens_are_requested_of_vllm_and_recorded(config, has_route):
+def test_vllms_most_likely_tokens_are_requested_and_recorded(config, has_route):
     config = sampled_with(config, recorded_top_k=2)
     policy, calls = policy_of(config), []
     tokens = choice_of(policy)["token_ids"]
@@ -252,7 +252,7 @@ def test_the_most_likely_tokens_are_requested_of_vllm_and_recorded(config, has_r
                 engine.sample_tokens(prompts_of(config, policy), 2, 0, **NAMES)
 
 
-def test_a_server_named_sglang_without_a_route_for_weights_takes_none(config):
+def test_sglang_without_a_weights_route_takes_none(config):
     policy = policy_of(config)  # sglang-jax
     for replies, takes in (({}, False), ({"/update_weights_from_disk": lambda body: (405, None)}, True)):
         with scripted_engine("sglang", config, policy, replies, []) as url, engine_of(url, config, policy) as engine:
@@ -315,7 +315,7 @@ CHOSEN = {None: None, "sglang": "/generate", f"{__name__}:MINE": "/mine"}
 
 
 @pytest.mark.parametrize("dialect", CHOSEN)
-def test_a_server_that_names_no_software_is_asked_in_the_chosen_dialect(config, dialect):
+def test_a_server_without_a_name_gets_the_chosen_dialect(config, dialect):
     policy = policy_of(config)
     reply = [sglang_reply(choice_of(policy)["token_ids"], RIGHT)] * 2
     calls = []

@@ -187,7 +187,7 @@ def a_long_one(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(client, stream):
+def test_a_stop_string_ends_a_completion_at_its_token(client, stream):
     seed, whole = a_long_one(client)
     stop = whole["text"][22:24]
     end = whole["text"].index(stop) + 2
@@ -324,7 +324,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 @pytest.mark.parametrize(
     "more", ["", "\n", " and", "<tool_c", "\n<tool_call>", '<tool_call>{"name": "ad', f"{CALL}<tool_call>{{"]
 )
-def test_a_reply_that_is_cut_off_inside_a_call_says_length(more):
+def test_a_reply_cut_inside_a_call_says_length(more):
     asked = read_body(Chat, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "add"}}]})
     job = Job("chat", "chatcmpl-1", 0, "tiny", 3, asked, TOKENIZER, [PROMPT], [16], None, 0.0)
     assert _finishes(job, CALL + more, "length") == ["length"] * 2
@@ -376,7 +376,7 @@ def test_what_cannot_be_served_is_refused_with_its_key(client, path, body, param
     assert error["param"] == param and error["type"] == "invalid_request_error" and error["message"]
 
 
-def test_a_refusal_says_which_message_is_wrong_and_what_to_do(client):
+def test_a_refusal_names_the_wrong_message_and_a_remedy(client):
     wrong = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]
     error = post(client, CHAT, status=400, messages=wrong)["error"]
     assert "message 1: content has {'type': 'image_url'}: takes text, or only parts of type text" in error["message"]

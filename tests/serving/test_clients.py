@@ -76,7 +76,7 @@ def test_a_page_of_a_browser_does_not_get_in(tmp_path):
         assert client.post(TEXT, content='{"prompt": "a"}', headers=headers).status_code == 415
 
 
-def test_bodies_have_a_limit_whether_or_not_they_say_how_long_they_are(tmp_path):
+def test_bodies_have_a_limit_with_and_without_a_length(tmp_path):
     with serve(tmp_path, guarded=Guarded(body_bytes=1000)) as client:
         headers = {"content-type": "application/json"}
         assert client.post(TEXT, content=b" " * 1001, headers=headers).status_code == 413
@@ -96,7 +96,7 @@ def test_bodies_have_a_limit_whether_or_not_they_say_how_long_they_are(tmp_path)
         (415, TEXT, {"content-type": "text/plain"}),
     ],
 )
-def test_the_reply_to_a_body_that_is_not_read_gets_there(status, path, header):
+def test_a_refused_body_still_gets_its_reply(status, path, header):
     async def main(port):
         headers = {"authorization": "Bearer one", "content-type": "application/json"} | header
         address, found = f"http://127.0.0.1:{port}", []
@@ -200,7 +200,7 @@ def in_thread(function, *arguments):
         (GENERATE, {"token_ids": [5] * 300_000}, "300000 tokens"),
     ],
 )
-def test_prompts_beyond_the_context_are_refused_before_they_are_read(tmp_path, monkeypatch, path, body, length):
+def test_too_long_prompts_are_refused_before_tokenization(tmp_path, monkeypatch, path, body, length):
     for name in ("decode_after", "Trajectory"):
         monkeypatch.setattr(answering, name, None)
     with serve(tmp_path) as client:
@@ -208,7 +208,7 @@ def test_prompts_beyond_the_context_are_refused_before_they_are_read(tmp_path, m
     assert f"the prompt has {length}" in error["message"] and error["code"] == "context_length_exceeded"
 
 
-def test_the_server_answers_while_prompts_are_read_and_counts_them(tmp_path, held):
+def test_the_server_answers_while_it_reads_prompts(tmp_path, held):
     began, go_on = held(Trajectory, "tokens_of")
     with listening(tmp_path) as (port, server):
         replies = [in_thread(ask, port, {"prompt": "a", "n": 6, "max_tokens": 1}) for _ in range(2)]
@@ -265,7 +265,7 @@ def test_a_connection_without_a_request_is_closed(head, drips):
     pytest.fail("the connection is open after 20 seconds")
 
 
-def test_requests_that_take_longer_than_a_head_may_are_answered(tmp_path, held):
+def test_requests_longer_than_the_head_timeout_are_answered(tmp_path, held):
     _, go_on = held(Trajectory, "tokens_of")
     with listening(tmp_path, guarded=Guarded(client_seconds=0.2)) as (port, _):
         reply = in_thread(ask, port, {"prompt": "a", "max_tokens": 1})
@@ -283,7 +283,7 @@ def wait_until(true, seconds=20.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_vanishes_frees_its_slots_and_leaves_no_record(tmp_path, stream):
+def test_a_vanished_client_frees_slots_and_leaves_no_record(tmp_path, stream):
     with listening(tmp_path, **ENDLESS) as (port, server):
         sampler, engine = server.answering.sampler, server.answering.sampler._live._engine
         # The last six wait in line.
@@ -315,7 +315,7 @@ def test_a_slow_body_is_not_waited_for(tmp_path):
             assert httpx.post(f"http://127.0.0.1:{port}{TEXT}", content=slow_body(), headers=headers).status_code == 408
 
 
-def test_a_client_that_does_not_take_its_reply_is_left():
+def test_a_client_that_takes_no_reply_is_disconnected():
     ended = []
 
     async def app(scope, receive, send):

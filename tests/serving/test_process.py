@@ -93,7 +93,7 @@ def kill_under_load(flags, ask, answered):
             asker.join()
 
 
-def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
+def test_killed_servers_lose_no_reply(run, tmp_path):
     answered, rewarded = {}, set()
 
     def ask(client):
@@ -115,7 +115,7 @@ def test_no_reply_is_lost_however_often_the_server_is_killed(run, tmp_path):
 
 
 @pytest.mark.campaign
-def test_no_reward_of_a_turn_is_lost_however_often_the_server_is_killed(run, tmp_path):
+def test_killed_servers_lose_no_turn_reward(run, tmp_path):
     """Sessions of turns that are rewarded one by one, and end after the last kill."""
     rewarded, numbers, flags = {}, itertools.count(), ["--run", run[0], "--record", tmp_path / "store.db"]
 
@@ -171,7 +171,7 @@ def test_a_run_trains_on_what_was_served(run, tmp_path):
 
 
 @pytest.mark.campaign
-def test_two_servers_record_into_one_database_that_a_run_follows(run, database_url, tmp_path):
+def test_a_run_follows_a_database_of_two_servers(run, database_url, tmp_path):
     store = database_url()
 
     def ask(name):
@@ -194,7 +194,7 @@ def test_two_servers_record_into_one_database_that_a_run_follows(run, database_u
     assert len({row.id for row in rows}) == 2 * 8 * 4 and all(row.reward is not None for row in rows)
 
 
-def test_a_server_that_waits_for_its_first_checkpoint_says_so(run, tmp_path):
+def test_a_server_without_a_checkpoint_reports_its_wait(run, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = [f"--follow={tmp_path / 'later'}", f"--port={port}", f"--record={tmp_path / 'store.db'}"]
@@ -265,7 +265,7 @@ def test_greedy_replies_of_smollm2_are_those_of_transformers(smollm2_folder, tmp
 
 
 @pytest.mark.campaign
-def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tmp_path):
+def test_generating_from_a_server_stores_tokens_and_log_probs(run, tmp_path):
     config = load_config(run[1], ["rollout.temperature=0.7", "rollout.prompts_per_step=4"])
     with running("--run", run[0], "--norecording") as client:
         assert generate_remotely(config, tmp_path / "store.db", 2, Address(str(client.base_url)), None) == 2
@@ -289,7 +289,7 @@ def test_a_store_is_filled_from_the_server_with_its_tokens_and_log_probs(run, tm
 
 
 @pytest.mark.campaign
-def test_a_server_waits_for_a_run_and_takes_each_of_its_checkpoints(run, tmp_path):
+def test_a_following_server_takes_each_checkpoint_of_its_run(run, tmp_path):
     command = ["-m", "recjax.serve", "--follow", tmp_path / "run", "--record", tmp_path / "store", "--port=0"]
     process = Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:

@@ -135,7 +135,7 @@ def test_turns_of_a_session_are_one_trajectory(db):
     assert len(group.completions) == 1 and len(group.completions[0].rows) == 2
 
 
-def test_a_prompt_that_goes_on_has_the_tokens_that_were_sampled(db):
+def test_a_continued_prompt_keeps_its_sampled_tokens(db):
     with serve(db) as client:
         options = {"max_tokens": 4, "return_token_ids": True} | CUTS
         first = post(client, "/sessions/s" + TEXT, prompt="ab", **options)
@@ -171,7 +171,7 @@ def test_tokens_are_never_made_twice(db):
         assert more["prompt_token_ids"] == [1, *choice["token_ids"], 2]
 
 
-def test_a_rendered_chat_gets_no_special_tokens_and_plain_text_does(db):
+def test_only_plain_text_gets_special_tokens(db):
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     tokenizer.bos_token, tokenizer.chat_template = "~", "{% for m in messages %}[{{ m.content }}{% endfor %}[a:"
     bos_id = tokenizer.bos_token_id
@@ -218,7 +218,7 @@ def recorder_of(place, **options):
     return Recorder(Recording(str(place), "tiny", **options), TOKENIZER)
 
 
-def test_what_a_killed_server_leaves_is_taken_up_where_it_was(tmp_path, db):
+def test_the_next_server_continues_a_killed_servers_sessions(tmp_path, db):
     with serve(db) as client:
         ids = [post(client, TEXT, prompt="ab", max_tokens=3)["id"] for _ in range(3)]
         turn = post(client, "/sessions/s" + TEXT, prompt="ab", max_tokens=4, top_k=20, return_token_ids=True)
@@ -247,7 +247,7 @@ def several_turns(client):
     return [post(client, "/sessions/s" + TEXT, max_tokens=3, seed=7, **prompt) for prompt in prompts]
 
 
-def test_turns_are_rewarded_one_by_one_and_survive_a_kill(db, tmp_path):
+def test_rewards_of_single_turns_survive_a_kill(db, tmp_path):
     with serve(db) as client:
         first, second, third = (reply["id"] for reply in several_turns(client))
         reply = {"id": "session/s", "turn": 0, "reward": 0.25}
@@ -411,7 +411,7 @@ def test_the_health_recovers_without_a_request(db, monkeypatch, name, error):
         wait_for_health(client, 200)
 
 
-def test_a_row_that_cannot_be_read_is_no_failure_of_the_server(db, monkeypatch):
+def test_an_unreadable_row_does_not_fail_the_server(db, monkeypatch):
     with serve(db) as client:
         name = post(client, TEXT, prompt="a", max_tokens=1)["id"]
         with contextlib.closing(sqlite3.connect(db, isolation_level=None)) as other:
@@ -432,7 +432,7 @@ def test_a_completion_that_cannot_be_recorded_fails_alone(db, monkeypatch):
     assert not read(db)
 
 
-def test_a_completion_that_is_deleted_while_it_gets_its_reward_is_unknown(db, monkeypatch):
+def test_a_completion_deleted_during_its_reward_is_unknown(db, monkeypatch):
     for name in ("rewards", "change"):
         real = getattr(Store, name)
 
@@ -482,7 +482,7 @@ def test_strange_values_of_a_client_are_its_own(db, database_url, kind):
     assert record.completion.metadata["comment"] == "a\0\x1a" and record.completion.metadata["user"] == "\0"
 
 
-def test_sessions_end_with_a_reward_or_when_they_have_waited(db, tmp_path):
+def test_sessions_end_with_a_reward_or_after_waiting(db, tmp_path):
     with serve(db) as client:
         post(client, "/sessions/s" + TEXT, prompt="a", max_tokens=2)
         again = copied(db, tmp_path / "again")
@@ -519,7 +519,7 @@ def test_rewards_that_others_give_count(db):
     assert rewards(db) == {b: 1.0, "session/s": 0.0}
 
 
-def test_turns_and_the_end_of_their_session_do_not_overtake_each_other(db, monkeypatch):
+def test_a_session_ends_after_its_turns_are_written(db, monkeypatch):
     """The reward arrives while a turn is being written: the turn is in the session, or the session is over."""
     began, go_on, real = threading.Event(), threading.Event(), Store.change
 

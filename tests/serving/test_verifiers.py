@@ -32,7 +32,7 @@ def python():
     return interpreter
 
 
-def test_rollouts_become_trajectories_with_the_rewards_that_the_package_gave(tmp_path, python):
+def test_rollouts_become_trajectories_with_the_packages_rewards(tmp_path, python):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with listening(tmp_path / "store", limits=LIMITS._replace(context=1000)) as (port, _):
         command = [python, SCRIPT, f"http://127.0.0.1:{port}", str(ROLLOUTS)]

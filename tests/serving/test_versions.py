@@ -17,7 +17,7 @@ from tests.tiny import params_of
 TEXT = "/v1/completions"
 
 
-def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypatch):
+def test_a_completion_continues_with_newer_weights_and_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
     begun, up_to_stop = [], sampler.up_to_stop
     monkeypatch.setattr(sampler, "up_to_stop", lambda *arguments: begun.append(1) or up_to_stop(*arguments))
@@ -54,7 +54,7 @@ def test_weights_that_come_in_the_middle_are_taken_and_named(tmp_path, monkeypat
     assert_same_logprobs(again["choices"][0]["token_logprobs"], after["choices"][0]["token_logprobs"])
 
 
-def test_weights_that_cannot_be_had_leave_those_that_are_there(tmp_path, monkeypatch, caplog):
+def test_unreadable_weights_leave_the_current_ones(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
     asked = []
 

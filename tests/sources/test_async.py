@@ -52,7 +52,7 @@ def learned(rows):
 def quick(folder):
     """A function that says who drew what, and is slow or wrong where a file in the folder says so."""
 
-    def sample(number, version, weights, newest):
+    def sample(params, version, number, newest):
         if (folder / f"wrong{number}").exists():
             raise ValueError(f"batch {number} is wrong")
         (folder / f"at{number}").touch()
@@ -60,10 +60,10 @@ def quick(folder):
         while (folder / f"slow{number}").exists():
             time.sleep(0.02)
         while (folder / f"swap{number}").exists():
-            if (found := newest()) and found[0] > version:
-                return found[0], float(found[1]["w"].sum()), os.getpid()
+            if (found := newest()) and found.version > version:
+                return found.version, float(found.params["w"].sum()), os.getpid()
             time.sleep(0.02)
-        return version, float(weights["w"].sum()), os.getpid()
+        return version, float(params["w"].sum()), os.getpid()
 
     yield sample
 
@@ -74,7 +74,7 @@ def two(ray, tmp_path):
     with Generators(
         RegimeConfig(mode="async", max_staleness=9, generators=2), functools.partial(quick, tmp_path)
     ) as apart:
-        apart.replace_weights(0, functools.partial(dict, w=np.ones(3)))
+        apart.offer_weights(functools.partial(dict, w=np.ones(3)), 0)
         yield apart, tmp_path
 
 
@@ -100,7 +100,7 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
     pids = {pid for *_, pid in first.values()}
     assert len(pids) == 2
     for version, how in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
-        apart.replace_weights(version, functools.partial(dict, w=np.full(3, version)))
+        apart.offer_weights(functools.partial(dict, w=np.full(3, version)), version)
         mine = [next(numbers) for _ in range(4)]
         for number in mine[:2]:
             (folder / f"slow{number}").touch()
@@ -108,13 +108,13 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
             apart.issue(number)
         while not all((folder / f"at{number}").exists() for number in mine[:2]):
             time.sleep(0.02)
-        apart.replace_weights(version + 10, functools.partial(dict, w=np.full(3, version + 10)))
+        apart.offer_weights(functools.partial(dict, w=np.full(3, version + 10)), version + 10)
         victim = min(pids)
         os.kill(victim, how)
         for number in mine[:2]:
             (folder / f"slow{number}").unlink()
         if how == signal.SIGSTOP:
-            apart._since = [began - 1000 for began in apart._since]
+            apart._answered = [began - 1000 for began in apart._answered]
         found = collected(apart, 4)
         assert sorted(found) == mine and apart.in_flight == {}
         # Two were drawn before, by the other one; two again, from the newest weights.
@@ -126,19 +126,19 @@ def test_every_batch_arrives_once_whoever_dies_or_hangs(two, monkeypatch):
 
 
 @pytest.mark.campaign
-def test_new_weights_reach_generators_that_are_at_work_and_what_one_raises_the_trainer_raises(ray, tmp_path):
+def test_busy_generators_get_new_weights_and_pass_on_errors(ray, tmp_path):
     numbers = range(1, 5)
     for number in numbers:
         (tmp_path / f"swap{number}").touch()
     with Generators(
         RegimeConfig(mode="async", max_staleness=9, generators=2, swap_within=True), functools.partial(quick, tmp_path)
     ) as apart:
-        apart.replace_weights(0, functools.partial(dict, w=np.zeros(3)))
+        apart.offer_weights(functools.partial(dict, w=np.zeros(3)), 0)
         for number in numbers:
             apart.issue(number)
         while not all((tmp_path / f"at{number}").exists() for number in numbers):
             time.sleep(0.02)
-        apart.replace_weights(4, functools.partial(dict, w=np.full(3, 4)))
+        apart.offer_weights(functools.partial(dict, w=np.full(3, 4)), 4)
         found = collected(apart, len(numbers))
         assert {(version, total) for version, total, _ in found.values()} == {(4, 12.0)}
         (tmp_path / "wrong5").touch()
@@ -148,7 +148,7 @@ def test_new_weights_reach_generators_that_are_at_work_and_what_one_raises_the_t
 
 
 @pytest.mark.slow
-def test_generators_without_a_free_cpu_are_told_at_once_and_their_batches_go_to_others(ray, tmp_path, monkeypatch):
+def test_generators_without_a_free_cpu_get_no_batches(ray, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(generators.logger, "warning", lambda text, *values: said.append(text % values))
     taken = [ray.util.placement_group([{"CPU": 1}]) for _ in range(2)]
@@ -156,14 +156,14 @@ def test_generators_without_a_free_cpu_are_told_at_once_and_their_batches_go_to_
     with Generators(
         RegimeConfig(mode="async", max_staleness=9, generators=2), functools.partial(quick, tmp_path)
     ) as apart:
-        apart.replace_weights(0, functools.partial(dict, w=np.ones(3)))
+        apart.offer_weights(functools.partial(dict, w=np.ones(3)), 0)
         (line,) = said
         assert "room for 0 of 2 generators" in line and "a CPU and 0 GPUs each; it has 0 CPUs" in line
         for number in (1, 2):
             apart.issue(number)
-        apart._since = [began - 1000 for began in apart._since]
+        apart._answered = [began - 1000 for began in apart._answered]
         assert apart.receive(wait=False) == []
-        apart._since = [time.monotonic()] * 2
+        apart._answered = [time.monotonic()] * 2
         assert apart.restarts == 0 and "room for 0 of 2" in said.pop()
         ray.util.remove_placement_group(taken.pop())
         assert len({pid for *_, pid in collected(apart, 2).values()}) == 1
@@ -171,7 +171,7 @@ def test_generators_without_a_free_cpu_are_told_at_once_and_their_batches_go_to_
             apart.issue(number)
         assert len({pid for *_, pid in collected(apart, 4).values()}) == 1
         ray.util.remove_placement_group(taken.pop())
-        assert all(place.wait(30) for place in apart._places)
+        assert all(place.wait(30) for place in apart._placements)
         for number in range(7, 11):
             apart.issue(number)
         assert len({pid for *_, pid in collected(apart, 4).values()}) == 2
@@ -187,10 +187,10 @@ def dies(folder):
     raise OSError("no room")
 
 
-def test_a_generator_that_dies_again_and_again_ends_the_run(ray, tmp_path, monkeypatch):
+def test_a_generator_that_keeps_dying_ends_the_run(ray, tmp_path, monkeypatch):
     monkeypatch.setattr(generators, "RESTARTS", 1)
     with Generators(RegimeConfig(mode="async", max_staleness=0), functools.partial(dies, tmp_path)) as apart:
-        apart.replace_weights(0, dict)
+        apart.offer_weights(dict, 0)
         apart.issue(7)
         with pytest.raises(UserError, match=r"generator 1 of 1: it died .*2th time in a row, at batch 7"):
             apart.receive(wait=True)
@@ -283,7 +283,7 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("swaps", [False, *campaign(True)], ids=["whole batches", "swap_within, a cluster"])
-def test_with_generators_and_trainer_killed_nothing_is_lost_or_double(ray, tiny, tmp_path, ended, swaps):
+def test_killed_generators_and_trainers_lose_and_repeat_nothing(ray, tiny, tmp_path, ended, swaps):
     options = [*ASYNC, "regime.generators=2", "experience.record=true", "evaluation.every=0", "training.steps=14"]
     # Completions of several rounds, between which there may be new weights; and generators of a cluster that lives on.
     if swaps:

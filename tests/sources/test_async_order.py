@@ -15,9 +15,11 @@ from recjax.config import RegimeConfig
 from recjax.experience.group import token_staleness
 from recjax.experience.queue import Queue, settings_of, take
 from recjax.experience.replay import Entry
+from recjax.rollout.requests import Weights
 from recjax.runs.prepare import prepare
 from recjax.sources import generators
-from recjax.sources.generators import Generators, open_generator
+from recjax.sources.generator import open_generator
+from recjax.sources.generators import Generators
 from recjax.sources.policy import PolicySource
 from recjax.training import loop
 from tests import commands
@@ -48,12 +50,12 @@ class InAnyOrder(Generators):
     def __exit__(self, *exception):
         pass
 
-    def replace_weights(self, version, weights):
+    def offer_weights(self, weights, version):
         self.version, self.weights = version, weights()
 
     def issue(self, number, rates=None):
         self.in_flight[number] = self.version
-        assert len(self.in_flight) <= generators.AT_A_TIME * self._regime.generators
+        assert len(self.in_flight) <= generators.BATCHES_PER_GENERATOR * self._regime.generators
         self.issued.append(number)
 
     def receive(self, wait):
@@ -83,7 +85,7 @@ def trained(config, seed):
     ),
     ids=str,
 )
-def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, case):
+def test_batches_in_any_order_keep_the_staleness_bound(tiny, case):
     bound, count, interval, updates = case
     bound = bound + interval * updates - 1
     regime = [f"regime.max_staleness={bound}", f"regime.generators={count}", f"regime.sync_interval={interval}"]
@@ -106,7 +108,7 @@ def test_whatever_the_order_nothing_is_too_stale_or_left_out(tiny, case):
     ],
 )
 @pytest.mark.parametrize("bound", slow_except([1, 4], 1))
-def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, options, bound):
+def test_the_staleness_bound_holds_with_late_rewards_and_replay(tiny, options, bound):
     regime = [f"regime.max_staleness={bound}", "regime.generators=2"]
     config = tiny("run", "regime.mode=async", *regime, options, "training.steps=25")
     limits = settings_of(config).limits
@@ -117,7 +119,7 @@ def test_with_late_rewards_and_replay_the_bound_holds_and_the_run_ends(tiny, opt
 
 
 @pytest.mark.parametrize("stop", [1, 7])
-def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
+def test_a_resumed_run_trains_once_on_batches_in_flight(tiny, stop):
     config = tiny("run", *ASYNC, "regime.generators=2", "training.steps=25")
     uses = Counter()
     setup, run, state = started(config, lambda *parts: PolicySource(*parts, InAnyOrder(config.regime, 0)))
@@ -130,7 +132,8 @@ def test_a_resumed_run_trains_once_on_what_was_in_flight(tiny, stop):
             assert state.source["in_flight"]
             run = run._replace(source=PolicySource(setup, run.learner, InAnyOrder(config.regime, 1)))
             before = run.source.sampler.issued
-            with run.source.opened(state):
+            with run.source:
+                run.source.restore(state)
                 assert before == state.source["in_flight"]
     assert uses == Counter(f"{batch:06d}/{group:05d}" for batch in range(1, 26) for group in range(4))
 
@@ -159,7 +162,7 @@ BOUNDS = [*(pytest.param(bound, [], marks=pytest.mark.slow) for bound in (3, 11)
 
 
 @pytest.mark.parametrize(("bound", "task"), BOUNDS, ids=["3", "11", "mixture"])
-def test_between_two_updates_of_a_batch_a_killed_run_resumes_with_that_batch(tiny, bound, task):
+def test_a_run_killed_between_updates_resumes_with_its_batch(tiny, bound, task):
     options = ["training.updates_per_batch=2", "training.minibatches=2", "training.steps=12", *task]
     options += ["regime.mode=async", f"regime.max_staleness={bound}"]
 
@@ -194,15 +197,15 @@ def test_replay_draws_as_seldom_as_it_says(tiny):
 
 
 @pytest.mark.slow
-def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
+def test_newer_weights_sample_the_rest_of_a_batch(tiny):
     options = ["regime.swap_within=true", "rollout.max_completion_tokens=40", "rollout.prompts_per_step=2"]
     config = tiny("run", *ASYNC, *options)
     run, params = prepare(config)
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
-    come = iter([(3, weights[3]), (5, weights[5]), (9, weights[9]), (5, weights[5])])
+    come = iter([Weights(weights[version], version) for version in (3, 5, 9, 5)])
     with open_generator(config, policy, run.train, run.grading.reward, {}) as sample:
-        groups, grades = sample(1, 3, weights[3], lambda: next(come))
+        groups, grades = sample(weights[3], 3, 1, lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8
     for group in groups:
@@ -219,16 +222,16 @@ def test_weights_that_come_in_the_middle_of_a_batch_sample_the_rest_of_it(tiny):
 
 
 @pytest.mark.slow
-def test_weights_that_come_in_the_middle_of_agents_sample_the_rest_of_their_turns(tiny):
+def test_agents_continue_their_turns_with_newer_weights(tiny):
     options = ["regime.swap_within=true", "rollout.max_completion_tokens=20", "rollout.max_context_tokens=120"]
     agent = ["task.agent=tests.agents.some_agents:several_turns", "rollout.prompts_per_step=2"]
     config = tiny("run", *ASYNC, *options, *agent)
     run, params = prepare(config)
     policy = run.policy._replace(stop_ids=())
     weights = {3: params, 5: jax.tree.map(lambda x: 1.5 * x, params), 9: jax.tree.map(lambda x: 0.7 * x, params)}
-    come = itertools.chain([(3, weights[3]), (5, weights[5])], itertools.repeat((9, weights[9])))
+    come = (Weights(weights[version], version) for version in itertools.chain([3, 5], itertools.repeat(9)))
     with open_generator(config, policy, run.train, run.grading.reward, {}) as sample:
-        groups, grades = sample(1, 3, weights[3], lambda: next(come))
+        groups, grades = sample(weights[3], 3, 1, lambda: next(come))
     completions = [one for group in groups for one in group.completions]
     assert len(grades) == len(completions) == 8 and all(grade.reward is not None for grade in grades)
     for one in completions:

@@ -28,7 +28,7 @@ class InTheFirstProcess(Generators):
         super().__init__(regime, contextlib.nullcontext)
         self.drawn = InAnyOrder(regime, 0)
 
-    def replace_weights(self, version, weights):
+    def offer_weights(self, weights, version):
         self._version = self.drawn.version = version
 
     def _send(self, number, generator):
@@ -110,7 +110,7 @@ def trained_on(folder, number):
 
 
 @pytest.mark.slow
-def test_two_processes_train_asynchronously_and_go_on_after_a_kill(tmp_path, ended, prompt_generators):
+def test_two_asynchronous_trainer_processes_resume_after_a_kill(tmp_path, ended, prompt_generators):
     pytest.importorskip("ray")
     (tmp_path / "tiny.yaml").write_text(TINY)
     options = [

@@ -13,7 +13,7 @@ from recjax.experience import queue
 from recjax.experience.group import Grade
 from recjax.planning.dry_run import dry_run, show_dry_run
 from recjax.runs.prepare import prepare
-from recjax.sources import stored as store_source
+from recjax.sources import completing
 from recjax.store import missing_logprobs
 from recjax.training import loop
 from tests.experience.rows import append_columns, read_columns
@@ -63,7 +63,7 @@ def test_groups_that_take_the_long_way_teach_the_same(tiny):
     assert learned(once) == learned(train(tiny("plain", "regime.sync_interval=2")))
 
 
-def test_what_is_drawn_is_recorded_once_and_reads_as_a_store(tiny, monkeypatch):
+def test_sampled_batches_are_recorded_once(tiny, monkeypatch):
     config = tiny("run", TRIVIAL, "training.steps=5")
     next_groups, calls = loop.next_groups, itertools.count(1)
 
@@ -85,7 +85,7 @@ def test_what_is_drawn_is_recorded_once_and_reads_as_a_store(tiny, monkeypatch):
         assert {one.policy_version for one in own} == {row["step"] - 1}
 
 
-def test_replay_trains_on_each_group_as_often_as_it_says(tiny, monkeypatch):
+def test_replay_trains_on_each_group_the_configured_times(tiny, monkeypatch):
     seen, pad = [], loop.pad
 
     def watched(groups, *arguments, **named):
@@ -104,7 +104,7 @@ def test_replay_trains_on_each_group_as_often_as_it_says(tiny, monkeypatch):
     assert (Path(config.output) / "figures" / "experience.png").is_file()
 
 
-def test_rewards_at_random_times_arrive_all_unless_the_deadline_has_passed(tiny):
+def test_late_rewards_arrive_unless_the_deadline_has_passed(tiny):
     rows = count(tiny("late", "experience.late={shortest: 0, longest: 4}", "training.steps=12", "evaluation.every=0"))
     ages = {int(age) for row in rows[1:] for age in row["staleness_rows"]}
     assert len(ages) > 1 and max(ages) <= 4 + 1
@@ -157,7 +157,7 @@ def test_current_log_probs_are_those_before_the_first_update(tiny, expert, monke
     seen, pad, learner = [], loop.pad, CountingLearner()
     before = []  # the only parameter before each update
 
-    def scored(groups, shape, policy, params, *options):
+    def scored(groups, shape, policy, params, **options):
         of_now = np.float32([-params["checksum"][0]] * 16)
         return [
             group._replace(
@@ -180,7 +180,7 @@ def test_current_log_probs_are_those_before_the_first_update(tiny, expert, monke
         before.append(trained.params["checksum"][0])
         return CountingLearner.update(learner, trained, *arguments)
 
-    monkeypatch.setattr(store_source, "with_logprobs", scored)
+    monkeypatch.setattr(completing, "with_logprobs", scored)
     monkeypatch.setattr(loop, "pad", watched)
     monkeypatch.setattr(learner, "update", updates)
     mix = [f"experience.mix.store={expert}", "experience.missing_logprobs=current", "evaluation.every=0"]
@@ -194,7 +194,7 @@ def test_current_log_probs_are_those_before_the_first_update(tiny, expert, monke
 
 
 @pytest.mark.parametrize("of", ["group", "batch"])
-def test_mixed_rows_of_an_initial_policy_never_make_groups_stale(tiny, expert, tmp_path, of):
+def test_rows_of_an_initial_policy_never_are_stale(tiny, expert, tmp_path, of):
     append_columns(tmp_path / "initial", [row._replace(policy_version=0) for row in read_columns(expert)])
     options = [f"experience.mix={{store: {tmp_path / 'initial'}, share: 0.5, of: {of}}}", "algorithm.preset=red_weight"]
     options += ["experience.missing_logprobs=unneeded", "evaluation.every=0"]
@@ -212,7 +212,7 @@ def test_replay_keeps_single_completions_with_a_batch_baseline(tiny):
     assert rows[-1]["experience/drawn_batches"] == 4 and rows[-1]["experience/left_out/no_signal"] == 0
 
 
-def test_a_run_that_finds_nothing_to_train_on_says_so(tiny, monkeypatch):
+def test_a_run_without_usable_groups_reports_the_reasons(tiny, monkeypatch):
     monkeypatch.setattr(queue, "IDLE_ROUNDS", 3)
     config = tiny("run", "experience.replay.max_reuse=1")
     with pytest.raises(
@@ -245,7 +245,7 @@ def test_a_run_whose_completions_get_no_reward_says_why(tiny, monkeypatch, optio
         count(tiny("run", *options), sample=sample)
 
 
-def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny, expert):
+def test_a_store_with_different_questions_is_refused_early(tiny, expert):
     mix = [f"experience.mix.store={expert}", "experience.missing_logprobs=current"]
     config = tiny("run", *mix, 'task.arithmetic.template="{a} {op} {b} ="')
     with pytest.raises(ValueError, match="vocabulary|has no completions of the task's"):
@@ -256,7 +256,7 @@ def test_a_store_that_answers_other_questions_is_refused_before_work_starts(tiny
 
 
 @pytest.mark.campaign
-def test_a_dry_run_says_what_only_the_run_will_know(tiny, expert, capsys):
+def test_a_dry_run_lists_unknown_numbers(tiny, expert, capsys):
     config = tiny("run", "experience.replay.max_reuse=2")
     show_dry_run(config, dry_run(config))
     assert "not known: staleness" in capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_it_trains_on_what_comes_once_also_when_killed(tiny, sampled, tmp_path, 
     assert all(row["gradient_norm"] > 0 for row in rows[1:])
 
 
-def test_asked_to_stop_while_it_waits_it_writes_a_checkpoint(tiny, sampled, tmp_path, caplog, monkeypatch):
+def test_a_signal_during_the_wait_writes_a_checkpoint(tiny, sampled, tmp_path, caplog, monkeypatch):
     import logging
 
     caplog.set_level(logging.INFO)
@@ -127,7 +127,7 @@ def test_a_waiting_step_says_which_groups_were_left_out(tiny, sampled, tmp_path,
 
 
 @pytest.mark.campaign
-def test_rows_of_one_turn_are_trained_on_as_from_a_store_at_rest(tiny, sampled, tmp_path):
+def test_followed_rows_train_like_a_store_at_rest(tiny, sampled, tmp_path):
     folder = tmp_path / "live"
     append_columns(folder, batch(sampled, 0))
     options = ["training.steps=1", f"experience.store={folder}"]
@@ -138,7 +138,7 @@ def test_rows_of_one_turn_are_trained_on_as_from_a_store_at_rest(tiny, sampled, 
 
 
 @pytest.mark.campaign
-def test_sessions_of_several_rows_and_texts_of_others_are_trained_on(tiny, sampled, tmp_path):
+def test_sessions_with_several_rows_are_trained_on(tiny, sampled, tmp_path):
     rows = batch(sampled, 0)
     sessions = []
     for row in rows[:8]:

@@ -30,7 +30,7 @@ from recjax.rewards.reward import Reward, load_reward
 from recjax.runs import checkpoint, regrading
 from recjax.runs.prepare import prepare
 from recjax.runtime.clocks import PhaseSeconds
-from recjax.sources import stored as store_source
+from recjax.sources import completing
 from recjax.sources.setup import Setup, batch_shape
 from recjax.store.foreign import Columns
 from recjax.store.store import Store
@@ -79,11 +79,11 @@ def without_store_keys(rows):
     return [{name: row[name] for name in row if name not in beside} for row in without_times(rows)]
 
 
-def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
+def test_a_store_in_sampling_order_equals_offline_training(tiny, monkeypatch):
     config = tiny("offline", "regime.offline=true", "experience.record=true")
     offline = count(config)
     monkeypatch.setattr(
-        store_source, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
+        completing, "groups_at", lambda groups, count, batch, seed: [*groups[count * (batch - 1) :][:count]]
     )
     from_store = count(tiny("store", f"experience.store={config.output}/experience.db"))
     assert from_store[1]["loss"] != from_store[-1]["loss"] and from_store[-1]["staleness"] == STEPS - 1
@@ -92,7 +92,7 @@ def test_a_store_in_the_order_drawn_is_an_offline_run(tiny, monkeypatch):
     assert [from_store[0][name] for name in LEFT_OUT] == [0, 0, 0] and LEFT_OUT[0] not in from_store[1]
 
 
-def test_weights_that_stored_rewards_do_not_have_are_warned_of(tiny, drawn, caplog):
+def test_unused_weights_of_stored_rewards_are_warned_of(tiny, drawn, caplog):
     prepare(tiny("same", f"experience.store={drawn}"))
     assert "do not change stored rewards" not in caplog.text
     prepare(tiny("other", f"experience.store={drawn}", "task.reward_weights={score: 2.0}"))
@@ -111,7 +111,7 @@ def test_algorithms_of_parts_refuse_stored_rewards_alone(tiny, drawn, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_store_graded_again_is_the_run_that_had_these_rewards(tiny, drawn, tmp_path, monkeypatch):
+def test_a_regraded_store_trains_like_recorded_rewards(tiny, drawn, tmp_path, monkeypatch):
     rows = read_columns(drawn)
     # Some wait for rewards, and some have others' of another scale.
     strange = [row._replace(reward=(None, 7.0)[place % 2], reward_parts=None) for place, row in enumerate(rows)]
@@ -166,7 +166,7 @@ def trajectories(tmp_path_factory):
     ],
     ids=" ".join,
 )
-def test_turns_of_a_store_reach_the_batch_with_their_rewards(tiny, trajectories, options):
+def test_stored_turns_reach_the_batch_with_their_rewards(tiny, trajectories, options):
     options = [option.replace("{}", str(trajectories)) for option in options]
     learner, turns = CountingLearner(), "algorithm.advantage={name: turn_returns}"
     count(tiny("run", *options, turns, "training.steps=7", "evaluation.every=0"), learner)
@@ -230,14 +230,14 @@ def test_the_last_message_of_a_trajectory_is_graded_again(tiny, trajectories):
     np.testing.assert_allclose([found[key] for key in expected], [*expected.values()], atol=1e-6)
 
 
-def test_an_algorithm_of_single_tokens_refuses_a_store_of_trajectories(tiny, trajectories, drawn):
+def test_single_token_algorithms_refuse_stored_trajectories(tiny, trajectories, drawn):
     options = ["algorithm.advantage={name: discounted}", "training.steps=1"]
     count(tiny("single", *options, f"experience.store={drawn}"))
     with pytest.raises(ValueError, match="has trajectories, and algorithm.preset = .* computes advantages of tokens"):
         count(tiny("turns", *options, f"experience.store={trajectories}"))
 
 
-def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_path):
+def test_stored_completions_cut_inside_thoughts_earn_nothing(tmp_path):
     said = ["so \\boxed{5}", "so</think>\\boxed{5}", "<think>\\boxed{5}"]
     texts = [(prompt, text) for prompt in ("2+3<think>", "2+3=") for text in said]
     rows = [
@@ -259,7 +259,7 @@ def test_a_stored_completion_that_is_cut_inside_its_thoughts_is_not_paid(tmp_pat
         assert [rewards[number][0].reward for number in sorted(rewards)] == [0, 1, 0, 1, 1, 0]
 
 
-def test_a_store_whose_questions_are_not_the_tasks_needs_answers_to_be_graded_again(tiny, drawn, tmp_path):
+def test_regrading_questions_outside_the_task_needs_answers(tiny, drawn, tmp_path):
     rows = [
         row._replace(prompt="11+1=", answer=None, prompt_tokens=None, tokenizer=None)
         for row in bare(read_columns(drawn))
@@ -278,7 +278,7 @@ def by_level(completions, level):
     return [1.0] * len(completions)
 
 
-def test_other_prompts_of_a_store_need_the_columns_and_answers_that_the_reward_requires():
+def test_stored_prompts_need_the_columns_that_the_reward_requires():
     """A store that has no answers is graded by a reward that reads none, and none takes None for a column."""
     stored = [Group("g", np.zeros(1, np.int32), (Completion("", "", "", (), None, None, False),), "other")]
     groups = SimpleNamespace(contents=lambda _: np.zeros(1), chosen=lambda _: stored)
@@ -330,14 +330,14 @@ def test_texts_train_what_reads_no_log_probs(tiny, texts):
     # Groups are ragged; means are of the rows that are there.
     found = prepare(config)[0].stored
     assert len({len(group.completions) for group in found.groups}) > 1
-    groups = store_source.groups_at(found.groups, 4, 1, config.seed)
+    groups = completing.groups_at(found.groups, 4, 1, config.seed)
     rewards = [row.grade.reward for group in groups for row in group.completions]
     np.testing.assert_allclose(rows[1]["reward"], np.mean(rewards), rtol=1e-5)
     np.testing.assert_allclose(rows[1]["accuracy"], np.mean(np.array(rewards) >= 1))
 
 
 @pytest.mark.slow
-def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, texts):
+def test_texts_get_log_probs_of_the_chosen_policy(tiny, texts):
     options = [f"experience.store={texts}", "training.steps=4", "evaluation.every=0"]
     initial = train(tiny("initial", *options, "experience.missing_logprobs=initial"))[1:]
     current = train(tiny("current", *options, "experience.missing_logprobs=current"))[1:]
@@ -349,7 +349,7 @@ def test_texts_are_given_the_initial_policys_log_probs_or_those_of_now(tiny, tex
 
 
 @pytest.mark.slow
-def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(tiny, texts, monkeypatch, tmp_path):
+def test_following_a_store_resumes_exactly_after_a_kill(tiny, texts, monkeypatch, tmp_path):
     options = [f"experience.store={texts}", "experience.missing_logprobs=unneeded", "algorithm.preset=red_weight"]
     straight = count(tiny("straight", *options))
     config = tiny("stopped", *options)
@@ -366,7 +366,7 @@ def test_kill_and_resume_equals_straight_through_unless_the_store_has_changed(ti
     assert without_times(count(config)) == without_times(straight)
 
 
-def test_groups_of_one_and_rewards_on_other_scales_are_warned_of(tiny, tmp_path, caplog, monkeypatch):
+def test_single_groups_and_differing_reward_scales_are_warned_of(tiny, tmp_path, caplog, monkeypatch):
     rows = [
         {"prompt": f"{a}+1=", "completion": str(a), "reward": reward, "model": model}
         for model, most in (("one", 1), ("two", 2))
@@ -394,7 +394,7 @@ def test_groups_that_wait_are_left_out_and_counted(tiny, drawn, tmp_path):
     assert [first[name] for name in LEFT_OUT] == [2, 3, 5]
 
 
-def test_what_cannot_be_trained_on_is_refused_before_work_starts(tiny, drawn, texts, tmp_path, monkeypatch):
+def test_unusable_stores_are_refused_before_work_starts(tiny, drawn, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "recjax.store.missing_logprobs._presets_without", lambda: ["red_weight"]
     )  # it builds all presets
@@ -437,7 +437,7 @@ def test_a_dry_run_foretells_no_staleness_of_a_store(tiny, capsys):
     assert "not known: sizes of the groups in somewhere" in printed and "not known: staleness" in printed
 
 
-def test_rows_that_fill_a_batch_up_are_in_no_mean():
+def test_padding_rows_are_in_no_mean():
     parts, versions = [{"correct": 1.0}, {"correct": 3.0}, None], (0, 2, None)
     rows = [
         make_row(

@@ -12,8 +12,8 @@ from recjax.logs.log import queue_metrics
 from recjax.rewards.pool import Grading
 from recjax.rewards.reward import Reward
 from recjax.runtime.clocks import PhaseSeconds
+from recjax.sources.local import LocalSampler
 from recjax.sources.policy import PolicySource
-from recjax.sources.sampling import LocalSampler
 from recjax.sources.setup import Setup
 from recjax.training import loop
 from recjax.training.run import Run, Source, State, Update

@@ -13,7 +13,7 @@ from recjax.models.trainable import flatten
 from recjax.rollout.requests import Weights
 from recjax.runs.policies import initial_policy
 from recjax.runs.prepare import prepare
-from recjax.sources.generators import open_generator
+from recjax.sources.generator import open_generator
 from recjax.sources.sampling import BatchSampler
 from recjax.training.evaluation import HeldOut
 from recjax.training.learner import Learner
@@ -130,7 +130,7 @@ def test_generators_and_the_trainer_sample_alike_from_changed_weights(tiny, logp
             later, _ = setup.sampler.sample(exact, 4, 1)
             arguments = config, setup.policy, setup.train, setup.grading.reward, {}
             with open_generator(*arguments) as sample:
-                there, _ = sample(1, 3, params_on_host(params), lambda: None)
+                there, _ = sample(params_on_host(params), 3, 1, lambda: None)
             plain = setup.sampler._replace(config=tiny("run"))
             undisturbed, _ = plain.sample(exact, 3, 1)
     texts = [[completion.text for group in groups for completion in group.completions] for groups in (here, there)]
