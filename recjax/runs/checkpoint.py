@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from recjax.algorithms.options import did_you_mean
 from recjax.config import Config, TrainingConfig
+from recjax.config.model import POLICY
 from recjax.errors import UserError
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.records import groups_from_bytes, groups_to_bytes
@@ -201,16 +202,21 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     )
 
 
-def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average: bool = False) -> optax.OptState:
+def optimizer_state_of(run: Path, step: int, fresh: TrainState, new_average: bool = False) -> optax.OptState:
     """The optimizer state of a checkpoint, whose learning rate schedule begins again.
 
     Args:
-        fresh: state before a first step, on the devices.
+        fresh: state before a first step, on the devices. An average of its parameters that the checkpoint has not
+            stays, and the checkpoint's average is left out if `fresh` has none.
         new_average: keep the average of `fresh`, which is the policy before the first step.
     Raises:
         UserError: the checkpoint has another optimizer, or cannot be read.
     """
-    like = {"optimizer_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)}
+    new_state: Any = fresh.optimizer_state  # an average is the last part of the chain
+    average = [part for part in new_state if isinstance(part, Averaged)]
+    parts = new_state[: len(new_state) - len(average)]
+    stored_average = [Averaged(fresh.params)] if _has_average(run, step) else []
+    like = {"optimizer_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, (*parts, *stored_average))}
     arguments = ocp.args.PyTreeRestore(
         item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
     )
@@ -224,9 +230,18 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
             f"its optimizer state does not fit ({short_error(error)})",
             "set optimizer.state=new to begin with a new state",
         ) from error
+    restored = state[: len(parts)]
+    if average:
+        restored = (*restored, *(state[len(parts) :] or average))
     begins = (optax.ScaleByScheduleState, Averaged) if new_average else optax.ScaleByScheduleState
     is_new = lambda node: isinstance(node, begins)  # noqa: E731
-    return jax.tree.map(lambda new, old: new if is_new(new) else old, fresh, state, is_leaf=is_new)
+    return jax.tree.map(lambda new, old: new if is_new(new) else old, new_state, restored, is_leaf=is_new)
+
+
+def _has_average(run: Path, step: int) -> bool:
+    """True if the optimizer state of a checkpoint has a moving average of the parameters."""
+    model = progress(run / "checkpoints", step).get("totals", {}).get("config", {}).get("model", {})
+    return model.get("teacher") == POLICY and model.get("teacher_rate", 1.0) < 1
 
 
 def split_step(source: str | Path) -> tuple[Path, str | None]:

@@ -397,7 +397,7 @@ def begin_learner(learner: Learner, setup: Setup, params: dict) -> TrainState:
         # A teacher that stays the initial policy is this run's, and not that of the earlier run.
         is_constant = config.model.average_rate == 0
         assert step is not None
-        state = checkpoint.optimizer_state_of(folder, int(step), trained.optimizer_state, new_average=is_constant)
+        state = checkpoint.optimizer_state_of(folder, int(step), trained, new_average=is_constant)
         trained = trained._replace(optimizer_state=state)
     return trained
 

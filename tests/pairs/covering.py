@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recjax.config import Config, make_config
 from recjax.errors import UserError
-from tests.pairs.features import AXES, BASE, COSTLY, NEEDS, REFUSED_AT_START, STANDS_FOR
+from tests.pairs.features import AXES, BASE, COSTLY, NEEDS, REFUSED_AT_START
 
 Row = dict[str, str]  # axis → value, without plain values
 Pair = frozenset[tuple[str, str]]  # of (axis, value)
@@ -68,7 +68,7 @@ def _refusal(items: tuple[tuple[str, str], ...]) -> str | None:
         return str(error)
     values = {*row.values()}
     for some, reason in REFUSED_AT_START.items():
-        if all(values & STANDS_FOR.get(name, {name}) for name in some):
+        if all(values & ({names} if isinstance(names, str) else names) for names in some):
             return reason
     return None
 

@@ -148,7 +148,7 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
     },
     "layout": {
         "automatic": [],
-        "packed": ["training.tokens_per_micro_batch=48"],
+        "packed": ["training.tokens_per_micro_batch=160"],
         "micro-batches": ["training.micro_batch_prompts=1"],
     },
     "place": {"one device": [], "mesh": ["mesh.data=2", "mesh.fsdp=2"], "server": ["rollout.engine=http://<server>"]},
@@ -174,10 +174,17 @@ COSTLY = (
 )
 # Values that other values need: their pairs are tried with these.
 NEEDS: Mapping[str, tuple[str, str]] = {"single": ("objective", "batch baseline")}
-# Values that only the start of a run can refuse, as its data decide: the reason's words by values.
-REFUSED_AT_START: Mapping[tuple[str, ...], str] = {}
-# A name in REFUSED_AT_START that stands for several values.
-STANDS_FOR: Mapping[str, set[str]] = {}
+# Values that only the start of a run can refuse, as its data decide: the reason by values. An entry may name a set.
+_OTHER_SAMPLING = frozenset({"cool", "likely", "nucleus without sets"})
+REFUSED_AT_START: Mapping[tuple[str | frozenset[str], ...], str] = {
+    (_OTHER_SAMPLING, frozenset({"mixed rows", "mixed groups", "stored", "stored trajectories"})): (
+        "the store's completions were sampled from another distribution"
+    ),
+    (_OTHER_SAMPLING, "followed"): "the run would wait for completions of its own distribution",
+    ("own lessons", "stored trajectories"): "a teacher's prompts need single turns",
+    ("no verdict", frozenset({"kept", "curriculum"})): "the reward says not which answers are right",
+    ("other reference", frozenset({"tied", "experts", "hybrid"})): "the reference is another model",
+}
 
 
 def always(ran: Any) -> bool:

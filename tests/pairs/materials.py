@@ -116,11 +116,14 @@ class Materials:
         return option.replace("<server>", "127.0.0.1:1")  # `running.served` starts it
 
     def _make_parent(self, path: Path) -> None:
-        train(self.config("model.path=<dense>", f"output={path}", "training.steps=2", "seed=11"))
+        # With an average, which a run that continues it may have as well, or not.
+        average = ["model.teacher=policy", "model.teacher_rate=0.5", "algorithm.teacher_divergence={coefficient: 0.5}"]
+        train(self.config("model.path=<dense>", f"output={path}", *average, "training.steps=2", "seed=11"))
 
     def _make_store(self, path: Path) -> None:
         # Other weights than the run's, as many groups as replay and followed runs may ask for.
         options = ["experience.record=true", "training.steps=12", "optimizer.learning_rate=0", "seed=12"]
+        options += ["rollout.recorded_top_k=4"]
         train(self.config("model.path=<teacher>", f"output={path}", *options))
 
     def _make_foreign(self, path: Path) -> None:

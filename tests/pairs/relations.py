@@ -167,7 +167,9 @@ def nothing_is_lost(case: Case, ran: Finished) -> Iterator[str]:
     queue = ran.state.queue
     arrived = _keys(ran.arrived)
     trained = _keys([group for groups in ran.taken.values() for group in groups])
-    waits = _keys([entry.group for entry in (*queue.waiting, *queue.ready)])
+    # A completion whose group left at its deadline is counted, and waits only to be counted as late.
+    open_groups = [entry.group for entry in queue.waiting if entry.round is not None]
+    waits = _keys([*open_groups, *(entry.group for entry in queue.ready)])
     unknown = {*trained} - {*arrived}
     stored_count = ran.config.stored_groups * len(ran.taken)
     if len(unknown) > 0 and not stored_count:
@@ -185,7 +187,7 @@ def nothing_is_lost(case: Case, ran: Finished) -> Iterator[str]:
     if not is_right and max(arrived.values()) == 1:
         yield f"{len(lost_groups)} groups are gone, and the counts are {reasons}"
     lost_rows = sum(count for (group, _), count in gone.items() if group not in lost_groups)
-    counted = counts["rows_without_reward"] + counts["rewards_too_late"]
+    counted = counts["rows_without_reward"]
     of_lost = sum(count for (group, _), count in gone.items() if group in lost_groups)
     if max(arrived.values()) == 1 and not lost_rows <= counted <= lost_rows + of_lost:
         yield f"{lost_rows} completions of kept groups are gone, and {counted} are counted as without a reward"
@@ -303,22 +305,18 @@ def mix_is_mixed(case: Case, ran: Finished) -> Iterator[str]:
     mix = ran.config.experience and ran.config.experience.mix
     if not mix:
         return NOT_HERE
-    sampled = {(g.id, one.id) for g in ran.recorded for one in g.completions}
     shares = []
-    for groups in ran.taken.values():
-        stored = [(g, one) for g in groups for one in g.completions if (g.id, one.id) not in sampled]
-        shares.append(len(stored))
-        versions = {one.policy_version for _, one in stored} - {None}
-        if versions:
-            yield f"stored completions have the versions {versions} of this run"
-            return
-    whole = ran.config.stored_groups
     for step, groups in ran.taken.items():
-        count = sum(not any((g.id, one.id) in sampled for one in g.completions) for g in groups)
-        if mix.of == "batch" and count != whole:
-            yield f"step {step}: {count} groups come whole from the store and not {whole}"
-    # Only problems that the store knows get rows; most have some.
-    if mix.of == "group" and sum(shares[len(shares) // 2 :]) == 0 and sum(shares[: len(shares) // 2]) > 0:
+        stored = [[one.policy_version is None for one in group.completions] for group in groups]
+        shares.append(sum(map(sum, stored)))
+        whole = sum(map(all, stored))
+        if mix.of == "batch" and whole != ran.config.stored_groups:
+            yield f"step {step}: {whole} groups come whole from the store, and {ran.config.stored_groups} should"
+            return
+    # Only problems that the store knows get its completions.
+    if mix.of == "group" and sum(shares) == 0:
+        yield "no batch has a stored completion without a version of this run"
+    elif mix.of == "group" and sum(shares[len(shares) // 2 :]) == 0:
         yield f"stored completions vanish from the batches: {shares}"
 
 
@@ -503,7 +501,9 @@ def _params(ran: Finished) -> Mapping[int, dict]:
 
 def rows_are_of_the_weights_that_they_name(case: Case, ran: Finished) -> Iterator[str]:
     """The log-probs of a row are those of the version that it names, which the regime allows."""
-    if {"noise", "exact log-probs"} & {*case.row.values()}:
+    # Version 0 in a store is taken for this run's initial policy, which it need not be.
+    is_stored = ran.config.experience is not None and ran.config.experience.store
+    if {"noise", "exact log-probs"} & {*case.row.values()} or is_stored:
         return NOT_HERE
     params = _params(ran)
     policy = ran.learner._policy
@@ -556,7 +556,8 @@ def rows_are_of_the_weights_that_they_name(case: Case, ran: Finished) -> Iterato
 
 def fresh_ratios_are_one(case: Case, ran: Finished) -> Iterator[str]:
     """The first update of rows of age 0, and of rows that the current policy scored, has π/μ = 1."""
-    if {"noise", "exact log-probs"} & {*case.row.values()}:
+    is_stored = ran.config.experience is not None and ran.config.experience.store
+    if {"noise", "exact log-probs"} & {*case.row.values()} or is_stored:
         return NOT_HERE
     current = ran.config.experience is not None and ran.config.experience.missing_logprobs == "current"
     replays = ran.config.experience is not None and ran.config.experience.replay is not None

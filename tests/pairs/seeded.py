@@ -1,8 +1,8 @@
 """Faults that reports from outside found, seeded back: python -m tests.pairs.seeded [--only NAME ...]
 
 Each has been mended, and no relation was written for it. The command copies the tree, seeds one fault at a time, and
-checks the rows of the array that have all the values that meet in the fault. It prints the relation and the row that see
-it.
+checks the rows of the array that have all the values that meet in the fault. It prints the relation and the row that
+see the fault.
 """
 
 import argparse
