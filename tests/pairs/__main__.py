@@ -21,14 +21,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tests.conftest  # noqa: F401  (first: four devices and shape checks, before JAX and recjax are imported)
+from recjax.errors import UserError
 from tests.pairs import covering
 from tests.pairs.case import Case
 from tests.pairs.covering import PLAIN, Row, named, row_of
-from tests.pairs.features import AXES
+from tests.pairs.features import AXES, REFUSED_AT_START
 from tests.pairs.materials import Materials
 from tests.pairs.relations import RELATIONS, problems
+from tests.pairs.running import Stuck
 
 RUNS = "runs"  # a row that the schema accepts starts, and ends without an error
+REFUSALS = "refusals"  # a row that the schema accepts and the data do not is refused by name
 MOST_BYTES = 4 * 2**30  # of this process, after which it forgets compiled programs
 
 
@@ -93,6 +96,27 @@ class Campaign:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             forget_programs()
+
+    def check_refusals(self) -> list[Hit]:
+        """The rows of REFUSED_AT_START that are not refused by name, which it also keeps."""
+        axes = {value: axis for axis, values in AXES.items() for value in values}
+        hits = []
+        for some, reason in REFUSED_AT_START.items():
+            values = [names if isinstance(names, str) else min(names) for names in some]
+            row = covering.row_with((axes[value], value) for value in values)
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
+            self.applied[REFUSALS] += 1
+            try:
+                Case(row, self._materials, folder).run("first")
+                hits.append(Hit(REFUSALS, row, f"it runs, although {reason}"))
+            except (UserError, Stuck):
+                pass
+            except Exception as error:
+                hits.append(Hit(REFUSALS, row, f"{type(error).__name__}: {error}"))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        self.hits += hits
+        return hits
 
     def smallest(self, hit: Hit) -> Row:
         """The row of a hit without the features that do not matter to it."""
@@ -197,6 +221,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="recjax-pairs-") as folder:
         materials = Materials(Path(given.folder or f"{folder}/materials"))
         campaign = Campaign(materials, Path(folder), relations)
+        if not given.row and not given.random and part == 1 and given.only is None:
+            for hit in campaign.check_refusals():
+                say(f"{hit.relation}: {named(hit.row)}: {hit.problem}")
         for number, row in enumerate(rows, 1):
             hits = campaign.check(row)
             say(f"{number}/{len(rows)} {time.monotonic() - began:.0f} s: {named(row)}{': BROKEN' * bool(hits)}")
@@ -205,7 +232,7 @@ def main() -> None:
                 if not given.whole and len(hit.row) > 1:
                     say(f"    smallest: {hit._replace(row=campaign.smallest(hit)).command}")
     say(f"\n{'relation':<40} {'rows':>5} {'hits':>5}")
-    for relation in (RUNS, *relations):
+    for relation in (REFUSALS, RUNS, *relations):
         hits = sum(hit.relation == relation for hit in campaign.hits)
         say(f"{relation:<40} {campaign.applied[relation]:>5} {hits:>5}")
     seconds = f"{time.monotonic() - began:.0f} seconds, {time.process_time() - began_cpu:.0f} of the processor"

@@ -17,10 +17,12 @@ BASE = {
         "arithmetic": {"problems": ["1..9 + 1..9"], "template": "{a}{op}{b}="},
         "reward": "tests.pairs.programs:graded",
     },
-    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_completion_tokens": 4},
+    # Stops at two characters, so that a random policy ends half of its completions before the limit.
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_completion_tokens": 4, "stop": ["+", "="]},
     "optimizer": {"learning_rate": 1e-2},
     "training": {"steps": 4, "checkpoint_every": 2},
-    "evaluation": {"every": 0, "problems": 4},
+    # As many prompts and completions as in a batch, so that both are one program.
+    "evaluation": {"every": 0, "problems": 4, "samples": 4},
     "samples": {"every": 0},
 }
 MODEL = "model.path=<dense>"

@@ -321,9 +321,15 @@ def mix_is_mixed(case: Case, ran: Finished) -> Iterator[str]:
 
 
 def something_is_learned(case: Case, ran: Finished) -> Iterator[str]:
-    """A run with rewards that differ changes its weights."""
-    spread = [np.ptp(np.asarray(s.batch.rewards)[np.asarray(s.batch.completion_mask).any(-1)]) for s in ran.steps]
-    if max(spread) == 0:
+    """A run with rewards that differ, in a group or in a batch that is compared, changes its weights."""
+    spreads = []
+    for step in ran.steps:
+        real = np.asarray(step.batch.completion_mask).any(-1)
+        ids = np.asarray(step.batch.group_ids)
+        rewards = np.asarray(step.batch.rewards)
+        compared = [real] if case.row.get("objective") == "batch baseline" else [real & (ids == i) for i in {*ids}]
+        spreads += [np.ptp(rewards[rows]) for rows in compared if rows.any()]
+    if not max(spreads, default=0) > 0:
         return NOT_HERE
     if is_equal(ran.steps[0].before.params, ran.digests.params):
         yield "rewards differ, and no step changes a weight"

@@ -79,9 +79,8 @@ SEEDED = {
         "config/schema.py",
         'if algorithm.baseline == "batch" or teaches:\n            return "any"',
         'if teaches:\n            return "any"\n        return "difference"',
-        "single",
         "batch baseline",
-        "ranked replay",
+        "refill",
     ),
     "replay-drops-lessons": _seeded(
         "replay drops groups from which a teacher teaches",

@@ -3,10 +3,13 @@
 import itertools
 
 from recjax.config.schema import KEYS
+from tests.faults.seeded import HERE
+from tests.faults.seeded import seeded as with_fault
 from tests.pairs import covering, relations
 from tests.pairs.__main__ import Campaign, Hit
 from tests.pairs.covering import PLAIN, named, row_of
 from tests.pairs.features import AXES, COSTLY, KNOBS, NEEDS, REFUSED_AT_START
+from tests.pairs.seeded import SEEDED, rows_of
 
 
 def test_every_pair_of_values_is_in_a_row_or_is_refused_by_name():
@@ -49,6 +52,14 @@ def test_names_are_of_one_value_and_of_the_table():
         assert ({names} if isinstance(names, str) else names) <= {*values}
     for row in covering.stored_array():
         assert row_of(named(row)) == row
+
+
+def test_every_seeded_fault_fits_the_code_and_its_values_meet_or_are_refused():
+    for fault, values in SEEDED.values():
+        with_fault((HERE / fault.file).read_text(), fault)
+        axes = {value: axis for axis, names in AXES.items() for value in names}
+        row = covering.row_with((axes[value], value) for value in values)
+        assert rows_of(values) or covering.refused(row), values
 
 
 def test_a_broken_relation_is_shown_by_the_smallest_row(tmp_path, monkeypatch):
