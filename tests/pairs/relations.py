@@ -307,6 +307,10 @@ def mix_is_mixed(case: Case, ran: Finished) -> Iterator[str]:
         return NOT_HERE
     shares = []
     for step, groups in ran.taken.items():
+        joined = [one for g in groups for one in g.completions if one.id.startswith("store/")]
+        if any(one.policy_version is not None for one in joined):
+            yield f"step {step}: stored completions that join groups have versions of this run"
+            return
         stored = [[one.policy_version is None for one in group.completions] for group in groups]
         shares.append(sum(map(sum, stored)))
         whole = sum(map(all, stored))
