@@ -118,8 +118,8 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
     },
     "terms": {
         "no term": [],
-        "reference": ["algorithm.reference_kl={coefficient: 0.2}"],
-        "other reference": ["algorithm.reference_kl={coefficient: 0.2}", "model.reference=<parent>"],
+        "reference": ["algorithm.reference_kl={coefficient: 0.2, estimator: k3}"],
+        "other reference": ["algorithm.reference_kl={coefficient: 0.2, estimator: k3}", "model.reference=<parent>"],
         "entropy": ["algorithm.entropy={coefficient: 0.1}"],
         "centering": ["rollout.recorded_top_k=4", "algorithm.score_centering={coefficient: 1.0}"],
     },
