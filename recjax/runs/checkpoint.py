@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from recjax.algorithms.options import did_you_mean
 from recjax.config import Config, TrainingConfig
+from recjax.config.model import POLICY
 from recjax.errors import UserError
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.records import groups_from_bytes, groups_to_bytes
@@ -224,16 +225,23 @@ def restore(manager: ocp.CheckpointManager, trained: TrainState, behavior_params
     return state
 
 
-def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average: bool = False) -> optax.OptState:
+def optimizer_state_of(run: Path, step: int, fresh: TrainState, new_average: bool = False) -> optax.OptState:
     """The optimizer state of a checkpoint, whose learning rate schedule starts again.
 
     Args:
-        fresh: state before a first step, on the devices.
+        fresh: state before a first step, on the devices. If only `fresh` has an average of its parameters, that average
+            stays. If only the checkpoint has one, recjax does not read it.
         new_average: keep the average of `fresh`, which is the policy before the first step.
     Raises:
         UserError: the checkpoint has another optimizer, or cannot be read.
     """
-    like = {"optimizer_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)}
+    new_state: Any = fresh.optimizer_state
+    average = [part for part in new_state if isinstance(part, Averaged)]
+    parts = new_state[: len(new_state) - len(average)]  # an average is the last part of the chain
+    stored = tuple(parts)
+    if _has_average(run, step):
+        stored = (*parts, Averaged(fresh.params))
+    like = {"optimizer_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, stored)}
     arguments = ocp.args.PyTreeRestore(
         item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
     )
@@ -247,6 +255,10 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
             f"its optimizer state does not fit ({short_error(error)})",
             "set optimizer.state=new to begin with a new state",
         ) from error
+    restored = state[: len(parts)]
+    if average:
+        stored_average = state[len(parts) :]
+        restored = (*restored, *(stored_average or average))
     fresh_parts: tuple[type, ...] = (optax.ScaleByScheduleState,)
     if new_average:
         fresh_parts = (optax.ScaleByScheduleState, Averaged)
@@ -254,7 +266,13 @@ def optimizer_state_of(run: Path, step: int, fresh: optax.OptState, new_average:
     def is_fresh(node: Any) -> bool:
         return isinstance(node, fresh_parts)
 
-    return jax.tree.map(lambda new, old: new if is_fresh(new) else old, fresh, state, is_leaf=is_fresh)
+    return jax.tree.map(lambda new, old: new if is_fresh(new) else old, new_state, restored, is_leaf=is_fresh)
+
+
+def _has_average(run: Path, step: int) -> bool:
+    """True if the optimizer state of a checkpoint has a moving average of the parameters."""
+    model = progress(run / "checkpoints", step).get("totals", {}).get("config", {}).get("model", {})
+    return model.get("teacher") == POLICY and model.get("teacher_rate", 1.0) < 1
 
 
 def steps_of(folder: Path) -> list[int]:

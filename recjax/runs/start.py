@@ -338,7 +338,7 @@ def begin_learner(learner: Learner, setup: Setup, params: dict) -> TrainState:
         assert step is not None
         # A teacher that stays the initial policy is this run's, and not that of the earlier run.
         is_constant = config.model.average_rate == 0
-        state = checkpoint.optimizer_state_of(folder, int(step), trained.optimizer_state, new_average=is_constant)
+        state = checkpoint.optimizer_state_of(folder, int(step), trained, new_average=is_constant)
         trained = trained._replace(optimizer_state=state)
     return trained
 

@@ -111,6 +111,20 @@ def test_constant_teacher_is_the_initial_policy(tiny):
     assert same(moving.trained.optimizer_state[2].average, average.average)
 
 
+def test_a_run_continues_one_without_or_with_a_teachers_average(tiny):
+    teacher = ["model.teacher=policy", "algorithm.teacher_divergence.coefficient=0.5", "model.teacher_rate=0.1"]
+    _, before = trained(tiny("first"))
+    _, after = begun(continued(tiny, "second", *teacher))
+    (_, (adam, _, _), averaged), (_, (old, _, _)) = (state.trained.optimizer_state for state in (after, before))
+    assert same(averaged.average, before.trained.params) and same(adam.mu, old.mu)
+    _, before = trained(tiny("taught", *teacher))
+    options = [f"model.run={tiny('taught').output}", "model.decoder=null"]
+    (_, (adam, _, _)), (_, (old, _, _), _) = (
+        state.trained.optimizer_state for state in (begun(tiny("third", *options))[1], before)
+    )
+    assert same(adam.mu, old.mu)
+
+
 def test_start_stays_when_the_other_run_trains_on(tiny):
     _, before = trained(tiny("first"), 4)
     second = continued(tiny, "second")
