@@ -425,7 +425,8 @@ def _summed(
     zeros = constrain_params(jax.tree.map(jnp.zeros_like, params))
     no_load = None
     if experts is not None:
-        no_tokens = jnp.zeros((decoder.config.num_layers, experts.count))
+        routed_layers = decoder.config.num_layers - sum(experts.dense)
+        no_tokens = jnp.zeros((routed_layers, experts.count))
         no_load = Load(no_tokens, no_tokens, jnp.zeros(()))
     no_sums = _Sums(jnp.zeros(()), jnp.zeros(()), zeros, no_load)
     return over_micro_batches(layout, batch, rows, no_sums, micro_batch, compares=compared is not None)

@@ -252,6 +252,22 @@ def test_layers_without_experts_record_none_in_all_forms():
             np.testing.assert_allclose(one.log_ratios(params, packed)[1], replayed, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_updates_measure_the_load_of_routed_layers():
+    options = ExpertOptions(6, 2, True, dense=(True, False, False), dense_size=20)
+    config = dataclasses.replace(CONFIG, num_layers=3, experts=options)
+    decoder = Decoder(config, replays_routing=True)
+    sampled = completed(decoder, params_of(config))
+    recipe = Recipe(decoder, build_algorithm("reinforce", {}), optax.sgd(0.0), Sampling(), 512, expert_balance=0.1)
+    context = UpdateContext({}, jax.random.key(0))
+    loads = []
+    for micro_batches in (1, 2):
+        state = first_state(recipe.optimizer, jax.tree.map(jnp.copy, sampled.params))
+        _, metrics, _ = update(state, sampled.batch, Layout(micro_batches), context, recipe=recipe)
+        loads.append(float(metrics["expert_load_max"]))
+    assert loads[0] == pytest.approx(loads[1], rel=1e-5) and 1 < loads[0] < 6
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe"])
 def test_recorded_experts_give_the_logprobs_of_transformers(family, tmp_path):
