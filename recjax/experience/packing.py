@@ -579,9 +579,9 @@ def _laid_out(
     completion_lengths = batch.real_tokens.sum(-1)
     completion_starts = completion_lengths.cumsum() - completion_lengths
     completion_tokens = np.flatnonzero(batch.real_tokens)  # indices in `places`, with all completions end to end
-    turn = np.arange(len(rows)) - np.repeat(firsts, counts)  # number of the sequence in its row, from 0
-    by_turn = np.argsort(turn, kind="stable")
-    for now in np.split(by_turn, np.bincount(turn).cumsum()[:-1]):
+    number_in_row = np.arange(len(rows)) - np.repeat(firsts, counts)  # number of the sequence in its row, from 0
+    by_number = np.argsort(number_in_row, kind="stable")
+    for now in np.split(by_number, np.bincount(number_in_row).cumsum()[:-1]):
         if not is_first[now].all():
             # No later sequence of the row has the tokens of the previous sequence after the shared ones.
             dropped = lengths[now - 1] - shared[now]

@@ -134,8 +134,8 @@ class PolicySource(contextlib.AbstractContextManager):
         ahead = self._versions_ahead(state.queue)
         interval = self._setup.settings.sampling_interval
         batches_ahead = len(ahead) // count
-        turn = step + batches_ahead * interval * updates  # the first step that trains on the batch
-        if turn > config.training.steps:
+        first_step = step + batches_ahead * interval * updates  # the first step that trains on the batch
+        if first_step > config.training.steps:
             return False
         versions = [*ahead, state.version]
         if not schedule.in_time(versions, step, count, regime, updates):
