@@ -172,8 +172,8 @@ class _PlacedRow(NamedTuple):
     """A row of a completion, and where it is.
 
     index: index of the row in the batch.
-    group: number of its group.
-    number: index of the row in its completion.
+    group: number of the row's group.
+    number: index of the row in the completion.
     """
 
     index: int
@@ -190,7 +190,9 @@ class _PlacedRow(NamedTuple):
     @property
     def grade(self) -> Grade:
         """The grade of the completion; its reward is NaN without one."""
-        return self.completion.grade or Grade(np.nan)
+        if self.completion.grade is None:
+            return Grade(np.nan)
+        return self.completion.grade
 
 
 def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int | None = None) -> Batch:
@@ -211,46 +213,51 @@ def pad(groups: Sequence[Group], shape: Shape, logprobs: bool = True, turns: int
     # First, because with a group size a row's place follows from its group: one row too many would overwrite another.
     if shape.group is not None:
         _check_groups(groups, shape)
-    rows = _placed_rows(groups, shape)
+    placed_rows = _placed_rows(groups, shape)
     if shape.group is None:
-        lengths = np.array([len(row.row.prompt_tokens) + len(row.row.tokens) for row in rows], int)
-        _check_lengths(lengths, shape.time + 1, lambda number: rows[number].name)
+        lengths = np.array([len(placed.row.prompt_tokens) + len(placed.row.tokens) for placed in placed_rows], int)
+        _check_lengths(lengths, shape.time + 1, lambda number: placed_rows[number].name)
         # Doubled, and not the number that fits: each new shape compiles another update, so there should be few.
-        while shape.prompts < len(rows):
+        while shape.prompts < len(placed_rows):
             shape = shape._replace(prompts=2 * shape.prompts)
     parts: set[str] = set()
-    for row in rows:
-        parts.update(row.grade.reward_parts or ())
+    for placed in placed_rows:
+        if placed.grade.reward_parts is not None:
+            parts.update(placed.grade.reward_parts)
     batch = _empty_batch(shape, sorted(parts), logprobs)
     if shape.group is None:
-        prompts = [row.row.prompt_tokens for row in rows]
+        prompts = [placed.row.prompt_tokens for placed in placed_rows]
     else:
         prompts = [group.prompt_tokens for group in groups]
 
     def prompt_name(number: int) -> str:
         if shape.group is None:
-            return rows[number].name
+            return placed_rows[number].name
         return f"prompt of group {groups[number].id!r}"
 
     _fill(batch.prompts, batch.prompt_mask, np.arange(len(prompts)), prompts, prompt_name)
-    real = _fill_rows(batch, rows)
+    real = _fill_rows(batch, placed_rows)
     if shape.group is None:
         trajectories = np.arange(shape.rows, dtype=np.int32)
-        batch.group_ids[:] = len(groups)  # of padding rows
-        for row in rows:
-            batch.group_ids[row.index] = row.group
-            trajectories[row.index] = row.index - row.number  # the rows of a completion are consecutive
+        batch.group_ids[:] = len(groups)  # padding rows keep this number
+        for placed in placed_rows:
+            batch.group_ids[placed.index] = placed.group
+            # The rows of a completion are consecutive; the index of the first one is the trajectory's number.
+            trajectories[placed.index] = placed.index - placed.number
         batch = batch._replace(token_mask=real, trajectories=trajectories)
     if turns is None:
         return batch
+    most_turns = max((len(completion_turns(placed.completion)) for placed in placed_rows), default=0)
     # Doubled for the same reason as the rows.
-    while turns < max((len(completion_turns(row.completion)) for row in rows), default=0):
+    while turns < most_turns:
         turns *= 2
     rewards = np.full((shape.rows, turns), np.nan, np.float32)
     turn_numbers = np.full(real.shape, -1, np.int32)
-    for row in rows:
-        rewards[row.index, : len(completion_turns(row.completion))] = turn_rewards(row.completion)
-        turn_numbers[row.index, : len(row.row.tokens)] = token_turns(row.completion, row.number)
+    for placed in placed_rows:
+        turn_count = len(completion_turns(placed.completion))
+        token_count = len(placed.row.tokens)
+        rewards[placed.index, :turn_count] = turn_rewards(placed.completion)
+        turn_numbers[placed.index, :token_count] = token_turns(placed.completion, placed.number)
     return batch._replace(turn_rewards=rewards, token_turns=turn_numbers)
 
 
@@ -272,15 +279,21 @@ def _empty_batch(shape: Shape, parts: Sequence[str], logprobs: bool) -> Batch:
         parts: names of reward parts.
     """
     size = shape.rows, shape.time
+    behavior_logprobs = None
+    if logprobs:
+        behavior_logprobs = np.zeros(size, np.float32)
+    rows_per_prompt = shape.group
+    if rows_per_prompt is None:
+        rows_per_prompt = 1
     return Batch(
         prompts=np.zeros((shape.prompts, shape.prompt_time), np.int32),
         # Every prompt has at least one token, also in padding rows: attention over no token would be NaN.
         prompt_mask=np.tile(np.arange(shape.prompt_time) < 1, (shape.prompts, 1)),
         completions=np.zeros(size, np.int32),
         completion_mask=np.zeros(size, bool),
-        behavior_logprobs=np.zeros(size, np.float32) if logprobs else None,
+        behavior_logprobs=behavior_logprobs,
         rewards=np.zeros(shape.rows, np.float32),
-        group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), shape.group or 1),
+        group_ids=np.repeat(np.arange(shape.prompts, dtype=np.int32), rows_per_prompt),
         policy_version=np.full(shape.rows, FOREIGN, np.int32),
         truncated=np.zeros(shape.rows, bool),
         accurate=np.full(shape.rows, np.nan, np.float32),
@@ -289,35 +302,38 @@ def _empty_batch(shape: Shape, parts: Sequence[str], logprobs: bool) -> Batch:
     )
 
 
-def _fill_rows(batch: Batch, rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "batch time"]:
+def _fill_rows(batch: Batch, placed_rows: Sequence[_PlacedRow]) -> Bool[np.ndarray, "batch time"]:
     """Writes tokens, masks, log-probs, recorded arrays and grades of the rows; returns the mask of real tokens."""
     real = np.zeros(batch.completions.shape, bool)
-    indices = np.array([row.index for row in rows], int)
-    _fill(batch.completions, real, indices, [row.row.tokens for row in rows], lambda number: rows[number].name)
+    indices = np.array([placed.index for placed in placed_rows], int)
+    tokens = [placed.row.tokens for placed in placed_rows]
+    _fill(batch.completions, real, indices, tokens, lambda number: placed_rows[number].name)
     # The mask selects the tokens in the order of the rows, so joined arrays of all rows are written at once.
-    mask = _concatenated([row.row.mask for row in rows], bool)
+    mask = _concatenated([placed.row.mask for placed in placed_rows], bool)
     batch.completion_mask[real] = mask
     if batch.behavior_logprobs is not None:
         logprobs = []
-        for row in rows:
-            known = row.row.behavior_logprobs
+        for placed in placed_rows:
+            known = placed.row.behavior_logprobs
             if known is None:
-                known = np.full(len(row.row.mask), np.nan)
+                known = np.full(len(placed.row.mask), np.nan)
             logprobs.append(known)
         batch.behavior_logprobs[real] = np.where(mask, _concatenated(logprobs, np.float32), 0.0)
-    for name, values in join_recorded((row.row.recorded, len(row.row.tokens)) for row in rows).items():
-        recorded = np.full((*real.shape, *values.shape[1:]), missing_value(values.dtype), values.dtype)
-        recorded[real] = values
-        batch.recorded[name] = recorded
-    batch.truncated[indices] = [row.completion.truncated for row in rows]
-    batch.rewards[indices] = [row.grade.reward for row in rows]
-    for row in rows:
-        if row.completion.policy_version is not None:
-            batch.policy_version[row.index] = row.completion.policy_version
-        if row.grade.accurate is not None:
-            batch.accurate[row.index] = row.grade.accurate
-        for part, value in (row.grade.reward_parts or {}).items():
-            batch.reward_parts[part][row.index] = value
+    joined = join_recorded((placed.row.recorded, len(placed.row.tokens)) for placed in placed_rows)
+    for name, values in joined.items():
+        shape = real.shape + values.shape[1:]
+        batch.recorded[name] = np.full(shape, missing_value(values.dtype), values.dtype)
+        batch.recorded[name][real] = values
+    batch.truncated[indices] = [placed.completion.truncated for placed in placed_rows]
+    batch.rewards[indices] = [placed.grade.reward for placed in placed_rows]
+    for placed in placed_rows:
+        if placed.completion.policy_version is not None:
+            batch.policy_version[placed.index] = placed.completion.policy_version
+        if placed.grade.accurate is not None:
+            batch.accurate[placed.index] = placed.grade.accurate
+        if placed.grade.reward_parts is not None:
+            for part, value in placed.grade.reward_parts.items():
+                batch.reward_parts[part][placed.index] = value
     return real
 
 
@@ -331,9 +347,10 @@ def _concatenated(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
 def minibatch_rows(
     batch: Batch, groups: int, index: int, training: TrainingConfig, seed: int
 ) -> Bool[np.ndarray, " batch"] | None:
-    """The rows that an update of a batch trains on: in every pass, each minibatch has its share of the groups.
+    """The rows that an update of a batch trains on.
 
-    The groups of a pass are shuffled in an order that depends only on the seed, the batch and the pass.
+    Every pass over the batch deals its groups out to the minibatches, in a random order that depends only on the seed,
+    the batch and the pass.
 
     Args:
         groups: number of groups in the batch; the other prompts are padding.
@@ -346,8 +363,9 @@ def minibatch_rows(
     # Cut by groups and not by rows: advantages compare the completions of a group.
     pass_, minibatch = divmod(index, training.minibatches)
     order = np.random.default_rng([seed, 7, pass_]).permutation(groups).tolist()
-    order += range(groups, batch.shape.prompts)
-    return np.isin(batch.group_ids, order[minibatch :: training.minibatches])
+    order += range(groups, batch.shape.prompts)  # padding, so that all minibatches have equally many prompts
+    own_groups = order[minibatch :: training.minibatches]
+    return np.isin(batch.group_ids, own_groups)
 
 
 def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
@@ -370,14 +388,16 @@ def _check_groups(groups: Sequence[Group], shape: Shape) -> None:
             raise ValueError(f"row {completion.id!r} is a trajectory, which does not fit a batch of single turns")
 
 
-def _check_lengths(lengths: Int[np.ndarray, " sequences"], room: int, name: Callable[[int], str]) -> None:
+def _check_lengths(lengths: Int[np.ndarray, " sequences"], capacity: int, name: Callable[[int], str]) -> None:
     """Refuses the first sequence that is too long.
 
     Args:
         name: function from a sequence's number to its name in the message.
     """
-    for number in np.flatnonzero(lengths > room)[:1].tolist():
-        raise ValueError(f"{name(number)} has {lengths[number]} tokens; the batch has room for {room}")
+    too_long = np.flatnonzero(lengths > capacity)
+    if len(too_long):
+        first = int(too_long[0])
+        raise ValueError(f"{name(first)} has {lengths[first]} tokens; the batch has room for {capacity}")
 
 
 def _fill(
@@ -388,10 +408,10 @@ def _fill(
     name: Callable[[int], str],
 ) -> None:
     """Writes token sequences into the given rows, and True into the mask at each token."""
-    room = tokens.shape[1]
+    capacity = tokens.shape[1]
     lengths = np.array([len(sequence) for sequence in sequences], int)
-    _check_lengths(lengths, room, name)
-    is_token = np.arange(room) < lengths[:, None]
+    _check_lengths(lengths, capacity, name)
+    is_token = np.arange(capacity) < lengths[:, None]
     mask[rows] = is_token
     filled = np.zeros(is_token.shape, tokens.dtype)
     filled[is_token] = _concatenated(sequences, tokens.dtype)
@@ -407,8 +427,10 @@ def token_turns(completion: Completion, row: int) -> Int[np.ndarray, " time"]:
     mask = completion.rows[row].mask
     turns = completion_turns(completion)
     numbers = [number for number, turn in enumerate(turns) if turn.row == row]
-    ended = np.searchsorted([turns[number].end for number in numbers], np.arange(len(mask)), side="right")
-    numbers.append(-1)  # after the last turn
+    ends = [turns[number].end for number in numbers]
+    # The number of the row's turns that have ended before a token is the index of the token's own turn.
+    ended = np.searchsorted(ends, np.arange(len(mask)), side="right")
+    numbers.append(-1)  # tokens after the last turn have this number
     return np.where(mask, np.array(numbers)[ended], -1).astype(np.int32)
 
 
@@ -431,11 +453,14 @@ def with_top_tokens(batch: Batch, count: int) -> Batch:
     recorded = {name: values for name, values in batch.recorded.items() if name not in (TOP_IDS, TOP_LOGPROBS)}
     if not count:
         return batch._replace(recorded=recorded)
-    for name, missing in ((TOP_IDS, np.int32(-1)), (TOP_LOGPROBS, np.float32(np.nan))):
-        # One shape for all batches, as completions of a store may have records of a different size, or none.
-        recorded[name] = np.full((*batch.completions.shape, count), missing)
-        known = batch.recorded.get(name, recorded[name])[..., :count]
-        recorded[name][..., : known.shape[-1]] = known
+    # One shape for all batches, as completions of a store may have records of a different size, or none.
+    shape = (*batch.completions.shape, count)
+    recorded[TOP_IDS] = np.full(shape, -1, np.int32)
+    recorded[TOP_LOGPROBS] = np.full(shape, np.nan, np.float32)
+    for name in (TOP_IDS, TOP_LOGPROBS):
+        if name in batch.recorded:
+            known = batch.recorded[name][..., :count]
+            recorded[name][..., : known.shape[-1]] = known
     return batch._replace(recorded=recorded)
 
 
@@ -467,24 +492,29 @@ def check_graded_parts(groups: Iterable[Group], weights: Mapping[str, float]) ->
             group, which the algorithm would not compare.
     """
     for group in groups:
-        names: dict[str, set[str]] = {}
+        names: dict[str, set[str]] = {}  # weighted parts of each source
         for completion in group.completions:
-            parts = [name for name in completion.known_grade.reward_parts or {} if weights.get(name, 1.0)]
-            names.setdefault(completion.source, set()).update(parts)
-            if completion.rows and not parts:
+            grade = completion.known_grade
+            weighted = []
+            if grade.reward_parts is not None:
+                weighted = [name for name in grade.reward_parts if weights.get(name, 1.0)]
+            names.setdefault(completion.source, set()).update(weighted)
+            if completion.rows and not weighted:
                 raise UserError(
                     f"completion {completion.id!r} of source {completion.source!r}",
-                    f"has the reward {completion.known_grade.reward:g} and no reward part with a weight (reward_parts ="
-                    f" {completion.known_grade.reward_parts}), and the algorithm reads only parts",
+                    f"has the reward {grade.reward:g} and no reward part with a weight (reward_parts ="
+                    f" {grade.reward_parts}), and the algorithm reads only parts",
                     "give it reward_parts, or use another algorithm.advantage",
                 )
         for source, other_source in itertools.combinations(names, 2):
-            if names[source] and names[other_source] and not names[source] & names[other_source]:
+            parts = names[source]
+            other_parts = names[other_source]
+            if parts and other_parts and parts.isdisjoint(other_parts):
                 raise UserError(
                     f"group {group.id!r}",
                     f"its sources {source!r} and {other_source!r} have no reward part in common"
-                    f" ({', '.join(sorted(names[source]))}; {', '.join(sorted(names[other_source]))}), and the"
-                    " algorithm compares only parts",
+                    f" ({', '.join(sorted(parts))}; {', '.join(sorted(other_parts))}), and the algorithm compares only"
+                    " parts",
                     "give the parts equal names, set experience.regrade, or use another algorithm.advantage",
                 )
 
@@ -499,6 +529,5 @@ def with_part_weights(batch: Batch, weights: Mapping[str, float] | None) -> Batc
         return batch._replace(reward_parts={})
     parts = {name: values for name, values in batch.reward_parts.items() if weights.get(name, 1.0) != 0}
     rows = len(batch.rewards)
-    return batch._replace(
-        reward_parts=parts, part_weights={name: np.full(rows, weights.get(name, 1.0), np.float32) for name in parts}
-    )
+    part_weights = {name: np.full(rows, weights.get(name, 1.0), np.float32) for name in parts}
+    return batch._replace(reward_parts=parts, part_weights=part_weights)

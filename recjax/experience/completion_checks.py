@@ -103,8 +103,9 @@ def _value_error(column: Column, where: str, value: Any, error: pydantic.Validat
     """Converts pydantic's error about a list of values to the error about one value of the list."""
     first = error.errors(include_url=False)[0]
     path = first["loc"][1:]
-    is_name = path[-1:] == ("[key]",)
-    if is_name or column.kind == "json":
+    # For an error about a dictionary's name, pydantic's path ends with this word.
+    is_about_name = path[-1:] == ("[key]",)
+    if is_about_name or column.kind == "json":
         # The column's description does not name the parts of JSON, so the error is about the complete value.
         path = ()
     elif first["type"] == "missing":
@@ -151,7 +152,7 @@ class Check:
     checks.
 
     Several methods take the values of some completions and `owners`, the completion's index for each value in ascending
-    order.
+    order. After an error there are fewer checked values than owners, so `zip` is not strict.
 
     Args:
         count: number of completions.
@@ -206,7 +207,9 @@ class Check:
         values = list(values[: self._valid(owners)])
         if column.kind in ("bool", "int32"):
             # Pydantic takes NumPy's floats, but not its other types.
-            values = [value.item() if isinstance(value, np.generic) else value for value in values]
+            for position, value in enumerate(values):
+                if isinstance(value, np.generic):
+                    values[position] = value.item()
         if is_nullable is None:
             is_nullable = column.is_nullable
         try:
@@ -260,8 +263,8 @@ class Check:
         count = self._valid(owners)
         if not count:
             return
-        lengths = [len(mask) for mask in masks[:count]]
-        starts = np.cumsum([0, *lengths[:-1]])
+        lengths = np.array([len(mask) for mask in masks[:count]])
+        starts = lengths.cumsum() - lengths
         has_sampled = np.logical_or.reduceat(np.concatenate(masks[:count]), starts)
         if not has_sampled.all():
             row = int(np.argmin(has_sampled))
@@ -298,11 +301,12 @@ class Check:
     def _arrays(self, name: str, owners: Sequence[int], values: Sequence[Any]) -> list[np.ndarray]:
         """The arrays of a column, for completions that have kept all rules."""
         values = list(values[: self._valid(owners)])
-        # Most batches have only arrays of the right type, which a few different types and dtypes show.
-        dtypes = {array.dtype if type(array) is np.ndarray and array.ndim == 1 else None for array in values}
+        # Most batches have only arrays of the right type, and these arrays have only a few different dtypes.
         kinds = _ELEMENTS[COLUMNS[name].kind].numpy_kinds
-        if all(dtype is not None and dtype.kind in kinds for dtype in dtypes):
-            return values
+        if all(type(array) is np.ndarray and array.ndim == 1 for array in values):
+            dtypes = {array.dtype for array in values}
+            if all(dtype.kind in kinds for dtype in dtypes):
+                return values
         arrays = []
         for owner, array in zip(owners, values, strict=False):
             try:
@@ -416,7 +420,9 @@ def _check_grades(check: Check, completions: Sequence[Completion]) -> None:
     for index, grade in zip(owners, grades, strict=True):
         if index >= check.count:
             return
-        turns = len(completions[index].turns) or 1
+        turns = len(completions[index].turns)
+        if not turns:
+            turns = 1  # a completion without recorded turns is a single turn
         if grade.reward is None and grade.reward_parts:
             problem = "has reward parts, but the reward is null"
             check.refuse(index, "reward_parts", grade.reward_parts, problem, "give the reward as well, or no parts")
@@ -464,8 +470,8 @@ def _check_tokens(check: Check, records: Sequence[Any], completions: Sequence[Co
         if index >= check.count:
             return
         for name, values in row.recorded.items():
-            has_numbers = isinstance(values, np.ndarray) and values.dtype.kind in "biuf"
-            if not has_numbers or len(values) != len(row.tokens):
+            is_valid = isinstance(values, np.ndarray) and values.dtype.kind in "biuf" and len(values) == len(row.tokens)
+            if not is_valid:
                 problem = f"takes an array of numbers with an element for each of {len(row.tokens)} tokens"
                 check.refuse(index, f"recorded {name}", values, problem, "remove it, or record every token")
                 return
@@ -486,7 +492,7 @@ def _check_turns(check: Check, completions: Sequence[Completion]) -> None:
         if index >= check.count:
             return
         completion = completions[index]
-        counted = sum(count for _, count in completion.version_runs)
+        counted = sum(tokens for _, tokens in completion.version_runs)
         if completion.version_runs and counted != completion.sampled_tokens:
             problem = f"counts {counted} tokens, and the policy sampled {completion.sampled_tokens}"
             check.refuse(index, "token_versions", versions[index], problem, COLUMNS["token_versions"].remedy)
@@ -501,4 +507,6 @@ def _ends_at_sampled_token(completion: Completion, row: int, end: int) -> bool:
     if row >= len(completion.rows):
         return False
     mask = completion.rows[row].mask
-    return 0 < end <= len(mask) and bool(mask[end - 1])
+    if not 0 < end <= len(mask):
+        return False
+    return bool(mask[end - 1])

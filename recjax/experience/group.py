@@ -174,13 +174,16 @@ def with_grades(groups: Sequence[Group], grades: Sequence[Grade]) -> list[Group]
     lacking = []
     for group in groups:
         lacking += [completion for completion in group.completions if completion.grade is None]
-    graded = iter([completion._replace(grade=grade) for completion, grade in zip(lacking, grades, strict=True)])
+    newly_graded = []
+    for completion, grade in zip(lacking, grades, strict=True):
+        newly_graded.append(completion._replace(grade=grade))
+    remaining = iter(newly_graded)
     graded_groups = []
     for group in groups:
         completions = []
         for completion in group.completions:
             if completion.grade is None:
-                completion = next(graded)
+                completion = next(remaining)
             completions.append(completion)
         graded_groups.append(group._replace(completions=tuple(completions)))
     return graded_groups
@@ -225,7 +228,9 @@ def token_staleness(groups: Sequence[Group], step: int) -> float | None:
         for completion in group.completions:
             if completion.policy_version is None:
                 continue
-            runs = completion.version_runs or ((completion.policy_version, completion.sampled_tokens),)
+            runs = completion.version_runs
+            if not runs:
+                runs = ((completion.policy_version, completion.sampled_tokens),)
             for version, count in runs:
                 tokens += count
                 # Step 1 trains on samples of version 0, which are not stale.

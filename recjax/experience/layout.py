@@ -25,6 +25,8 @@ from recjax.models.sampling import Sampling
 # worth a second compiled program.
 LEAST_SHARE = 0.25
 LEAST_SAVED = 1e11
+# `choose_layout` takes the shortest rows whose FLOPs are at most this factor times the least.
+_CLOSE_TO_LEAST = 1.1
 
 
 class Scorer(NamedTuple):
@@ -70,7 +72,9 @@ class Layout:
         """The mask's tokens in a micro-batch of packed rows; without packed rows, all tokens of the mask."""
         if self.packed is None:
             return mask
-        return mask & (self.packed.places // self.packed.tokens[0].size == index)
+        size = self.packed.tokens[0].size  # token positions of one micro-batch
+        micro_batches = self.packed.places // size
+        return mask & (micro_batches == index)
 
 
 def score_micro_batch(
@@ -89,7 +93,6 @@ def score_micro_batch(
         part: rows of the micro-batch with number `index`; see `over_micro_batches`.
         compared: add the divergence from this teacher.
     """
-    options = {"sampling": scorer.sampling, "chunk": scorer.chunk, "compared": compared}
     if layout.packed is None:
         recorded = part.recorded
         if recorded:
@@ -102,7 +105,9 @@ def score_micro_batch(
             completions=part.completions,
             completion_mask=part.real_tokens,
             recorded=recorded,
-            **options,
+            sampling=scorer.sampling,
+            chunk=scorer.chunk,
+            compared=compared,
         )
 
     # The packed rows of all micro-batches are arrays of the batch, so each micro-batch cuts out its own.
@@ -113,27 +118,43 @@ def score_micro_batch(
     positions = own(layout.packed.positions)
     targets = own(layout.packed.targets)
     ends = own(layout.packed.ends)
+    # Indices in this micro-batch, with its rows end to end.
     places = jnp.where(part.completion_mask, layout.packed.places - index * tokens.size, 0)
     recorded = {}
     if part.recorded:
+        # Tokens of other micro-batches get an index after the last one, which `drop` ignores.
         predicting = jnp.where(part.completion_mask, places, tokens.size).reshape(-1)
-        # The number of the token that each packed token predicts; -1 where it predicts no token of this micro-batch.
+        # The inverse of `places`: the number of the completion token that each packed token predicts; -1 where it
+        # predicts no token of this micro-batch.
         predicted = jnp.full(tokens.size, -1).at[predicting].set(jnp.arange(predicting.size), mode="drop")
         predicted = predicted.reshape(tokens.shape)
         for name, values in part.recorded.items():
-            recorded[name] = values.reshape(predicting.size, *values.shape[2:])[predicted]
+            token_values = values.reshape(predicting.size, *values.shape[2:])
+            recorded[name] = token_values[predicted]
         recorded[SAMPLED] = predicted >= 0
         recorded = jax.tree.map(lambda x: constrain(x, ROWS), recorded)
     scores = packed_logprobs(
-        scorer.decoder, params, tokens, positions, targets=targets, ends=ends, recorded=recorded, **options
+        scorer.decoder,
+        params,
+        tokens,
+        positions,
+        targets=targets,
+        ends=ends,
+        recorded=recorded,
+        sampling=scorer.sampling,
+        chunk=scorer.chunk,
+        compared=compared,
     )
 
     def at_completions(values: Array) -> Array:
         """Values at packed tokens as values of the completion tokens that they predict, 0 at other tokens."""
         mask = jnp.expand_dims(part.completion_mask, range(2, values.ndim))
-        return jnp.where(mask, values.reshape(-1, *values.shape[2:])[places], 0.0)
+        packed_values = values.reshape(-1, *values.shape[2:])
+        return jnp.where(mask, packed_values[places], 0.0)
 
-    return jax.tree.map(at_completions, scores._replace(load=None))._replace(load=scores.load)
+    # The load is a total over tokens and has no value for each token.
+    token_scores = jax.tree.map(at_completions, scores._replace(load=None))
+    return token_scores._replace(load=scores.load)
 
 
 def over_micro_batches(
@@ -160,8 +181,9 @@ def over_micro_batches(
     prompts = len(batch.prompts)
     chosen = None
     if layout.rows is not None and layout.packed is None:
-        count = prompts // layout.minibatches
-        chosen = jnp.nonzero(layout.rows.reshape(prompts, -1)[:, 0], size=count)[0]
+        # A minibatch has whole groups, so the first row of a prompt tells for all its rows.
+        is_chosen = layout.rows.reshape(prompts, -1)[:, 0]
+        (chosen,) = jnp.nonzero(is_chosen, size=prompts // layout.minibatches)
 
     def in_parts(x: Array) -> Array:
         if chosen is not None:
@@ -180,7 +202,7 @@ def over_micro_batches(
 
     def add(index: Int[Array, ""], carry: tuple) -> tuple:
         sums, scores = carry
-        number = 0
+        number = 0  # packed micro-batches all read the only part, which is the whole batch
         if layout.packed is None:
             number = index
         micro_batch, its_rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), parts)
@@ -236,8 +258,8 @@ def packed_layout(decoder: Decoder, batch: Batch, tokens: int | None = None) -> 
     if tokens is None:
         tokens = LEAST_TOKENS * shards
     tokens = max(tokens, shape.longest * shards)
-    rows = row_shape(tokens, shape.longest, 1, shards, shape.rows)
-    return Layout(1, pack(batch, rows, share=_shares_beginnings(decoder)))
+    micro_batch = row_shape(tokens, shape.longest, multiple=shards, sequences=shape.rows)
+    return Layout(packed=pack(batch, micro_batch, share=_shares_beginnings(decoder)))
 
 
 def _shares_beginnings(decoder: Decoder) -> bool:
@@ -256,11 +278,13 @@ def score(
         chunk: token positions whose logits exist at the same time.
         layout: None: packed if rows have prompts of their own.
     """
-    if layout is None and batch.shape.group:
-        layout = Layout()
-    elif layout is None:
-        layout = packed_layout(decoder, batch)
-    return on_host(score_batch(layout, decoder, params, put_rows(batch), sampling, chunk).logprobs)
+    if layout is None:
+        if batch.shape.group is None:
+            layout = packed_layout(decoder, batch)
+        else:
+            layout = Layout()
+    scores = score_batch(layout, decoder, params, put_rows(batch), sampling=sampling, chunk=chunk)
+    return on_host(scores.logprobs)
 
 
 def choose_layout(
@@ -296,7 +320,8 @@ def choose_layout(
     shape = batch.shape._replace(prompts=batch.shape.prompts // minibatches)
     if rows is not None:
         batch = batch._replace(completion_mask=batch.completion_mask & rows[:, None])
-    padded = Layout(config.micro_batches(shape.positions, shards), None, rows, minibatches)
+    parts = config.micro_batches(shape.positions, shards)
+    padded = Layout(parts=parts, rows=rows, minibatches=minibatches)
     always_packs = is_packed(config, shape)
     if not always_packs and not _may_save(algorithm, decoder.config, batch, shape, padded.parts):
         return padded
@@ -311,26 +336,31 @@ def choose_layout(
     may_grow = config.training.tokens_per_micro_batch is None
 
     def packed_into(micro_batch: RowShape) -> Packed:
-        micro_batches = -(-shape.rows // micro_batch.rows)
+        micro_batches = -(-shape.rows // micro_batch.rows)  # enough if each sequence has a row of its own
         if algorithm.compares_completions and shape.group is not None:
             micro_batches = shape.prompts
         return pack(batch, micro_batch, together, shares_beginnings, most=micro_batches, grow=may_grow)
 
-    row_shapes = [shape_for(config, shape, shards)]
+    row_shapes = [shape_for(config, shape, shards)]  # by the number of doublings
     if not always_packs:
         packed = packed_into(row_shapes[0])
         if not _saves(decoder.config, shape, _packed_work(packed)):
             return padded
-        return Layout(1, packed, rows, minibatches)
-    # Longer rows have space for several sequences with a common beginning, at the price of more attention.
-    while shape.group is None and row_shapes[-1].rows >= 2 * shards and 2 * row_shapes[-1].tokens <= LEAST_TOKENS:
-        budget = row_shapes[-1].rows * row_shapes[-1].tokens
-        row_shapes.append(row_shape(budget, 2 * row_shapes[-1].tokens, multiple=shards))
+        return Layout(packed=packed, rows=rows, minibatches=minibatches)
+    if shape.group is None:
+        # Longer rows have space for several sequences with a common beginning, at the price of more attention.
+        longest = row_shapes[0]
+        while longest.rows >= 2 * shards and 2 * longest.tokens <= LEAST_TOKENS:
+            budget = longest.rows * longest.tokens
+            longest = row_shape(budget, 2 * longest.tokens, multiple=shards)
+            row_shapes.append(longest)
     if doublings is None:
         flops = [_flops(decoder.config, _packed_work(packed_into(each))) for each in row_shapes]
-        doublings = next(number for number, each in enumerate(flops) if each <= 1.1 * min(flops))
+        enough = _CLOSE_TO_LEAST * min(flops)
+        doublings = next(number for number, each in enumerate(flops) if each <= enough)
+    # A later batch may allow fewer doublings than the first one.
     packed = packed_into(row_shapes[min(doublings, len(row_shapes) - 1)])
-    return Layout(1, packed, rows, minibatches, doublings)
+    return Layout(packed=packed, rows=rows, minibatches=minibatches, doublings=doublings)
 
 
 class _Work(NamedTuple):
@@ -349,7 +379,8 @@ class _Work(NamedTuple):
 def _packed_work(packed: Packed) -> _Work:
     """The work of an update with packed rows, each of which attends to all its tokens."""
     positions = packed.count.item() * packed.tokens[0].size
-    return _Work(positions, positions * packed.tokens.shape[-1], positions)
+    row_tokens = packed.tokens.shape[-1]
+    return _Work(positions=positions, pairs=positions * row_tokens, scores=positions)
 
 
 def _may_save(algorithm: Algorithm, config: DecoderConfig, batch: Batch, shape: Shape, parts: int) -> bool:
@@ -371,10 +402,12 @@ def _saves(config: DecoderConfig, shape: Shape, work: _Work) -> bool:
     Args:
         shape: shape of the rows without packing.
     """
-    run = shape.time - 1
+    completion_time = shape.time - 1  # the last token is only a target
     prompt_pairs = shape.prompts * shape.prompt_time**2
-    completion_pairs = shape.rows * run * (shape.prompt_time + run)
-    padded_work = _Work(shape.positions, prompt_pairs + completion_pairs, shape.rows * shape.time)
+    completion_pairs = shape.rows * completion_time * (shape.prompt_time + completion_time)
+    padded_work = _Work(
+        positions=shape.positions, pairs=prompt_pairs + completion_pairs, scores=shape.rows * shape.time
+    )
     padded = _flops(config, padded_work)
     return padded - _flops(config, work) > max(LEAST_SHARE * padded, LEAST_SAVED)
 
@@ -403,6 +436,8 @@ def padding_waste(batch: Batch, layout: Layout, filled: int = 0) -> float:
     if layout.rows is not None:
         completions = completions[layout.rows]
         prompts = prompts[layout.rows.reshape(len(prompts), -1)[:, 0]]
+    # All positions of the batch without its padding prompts; each minibatch computes an equal share.
     computed = (batch.prompts.size + batch.completions[:, 1:].size) * (1 - filled / len(batch.prompts))
-    filled_tokens = prompts.sum() + completions.sum() - filled / layout.minibatches
-    return 1 - filled_tokens.item() * layout.minibatches / computed
+    # A padding prompt has one token, and a minibatch has its share of the padding prompts.
+    tokens = prompts.sum() + completions.sum() - filled / layout.minibatches
+    return 1 - tokens.item() * layout.minibatches / computed

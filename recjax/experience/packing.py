@@ -123,11 +123,15 @@ def is_packed(config: Config, shape: Shape) -> bool:
     """
     if config.training.tokens_per_micro_batch is not None or config.has_trajectories or shape.group is None:
         return True
+    if config.training.micro_batch_prompts:
+        return False
     # Packed, sequences that an algorithm compares would need a micro-batch as large as without packing.
-    can_be_split = not config.training.micro_batch_prompts and not config.algorithm.build().compares_completions
+    if config.algorithm.build().compares_completions:
+        return False
     # A teacher's prompts differ within a group, so their tokens have other places in packed rows.
-    can_be_split &= config.task.teacher_template is None
-    return can_be_split and shape.positions // shape.prompts > LARGEST_GROUP
+    if config.task.teacher_template is not None:
+        return False
+    return shape.positions // shape.prompts > LARGEST_GROUP
 
 
 def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
@@ -148,12 +152,14 @@ def shape_for(config: Config, shape: Shape, multiple: int = 1) -> RowShape:
         most = shape.positions // config.micro_batches(shape.positions, multiple)
         if is_packed(config, shape) and shape.group is not None:
             most = MICRO_BATCH_TOKENS * multiple
-        budget = min(max(LEAST_TOKENS * multiple, shape.positions // MOST_MICRO_BATCHES), most)
-        return row_shape(max(budget, shape.longest * multiple), shape.longest, 1, multiple, shape.rows)
+        budget = max(LEAST_TOKENS * multiple, shape.positions // MOST_MICRO_BATCHES)
+        budget = min(budget, most)
+        budget = max(budget, shape.longest * multiple)
+        return row_shape(budget, shape.longest, together=1, multiple=multiple, sequences=shape.rows)
     together = 1
     if algorithm.compares_completions and shape.group is not None:
         together = shape.group
-    return row_shape(budget, shape.longest, together, multiple, shape.rows)
+    return row_shape(budget, shape.longest, together=together, multiple=multiple, sequences=shape.rows)
 
 
 def sequence_lengths(batch: Batch) -> np.ndarray:
@@ -188,7 +194,9 @@ def pack(
     sequences = _sequences(batch, share)
     units = _units(sequences.lengths, batch.group_ids, together)
     if together is not None:
-        unit_name = "trajectory" if together is batch.trajectories else "group"
+        unit_name = "group"
+        if together is batch.trajectories:
+            unit_name = "trajectory"
         shape = _shape_for_units(sequences, units, shape, grow, unit_name)
     if most is None:
         most = -(-len(batch.completions) // shape.rows)
@@ -202,7 +210,7 @@ def pack(
 def _shape_for_units(
     sequences: _Sequences, units: list[list[int]], shape: RowShape, grow: bool, unit_name: str
 ) -> RowShape:
-    """The shape, with doubled rows until each unit fits one micro-batch.
+    """The shape, with its rows doubled until each unit fits one micro-batch.
 
     Args:
         grow: whether the rows may double.
@@ -217,11 +225,11 @@ def _shape_for_units(
             if _first_fit(sequences, [unit], shape, 1) is not None:
                 break
             if not grow:
+                unit_lengths = ", ".join(str(lengths[index]) for index in unit)
                 raise UserError(
                     "training.tokens_per_micro_batch",
                     f"a micro-batch has room for {shape.rows} rows of {shape.tokens} tokens, but rows of"
-                    f" {', '.join(str(lengths[index]) for index in unit)} tokens belong to one {unit_name}, which this"
-                    " algorithm reads together",
+                    f" {unit_lengths} tokens belong to one {unit_name}, which this algorithm reads together",
                     "raise it",
                 )
             shape = shape._replace(rows=2 * shape.rows)
@@ -233,33 +241,41 @@ def _units(lengths: np.ndarray, groups: np.ndarray, together: np.ndarray | None)
 
     The largest groups come first, and in a group the longest sequences; sequences with a common prompt are adjacent.
     """
-    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-    names = np.arange(len(lengths))
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]  # sequences with tokens, longest first
+    unit_ids = np.arange(len(lengths))
     if together is not None:
-        names = np.asarray(together)
-    _, firsts, unit_of, counts = np.unique(names[order], return_index=True, return_inverse=True, return_counts=True)
-    groups_of_units = groups[order[firsts]]
-    tokens = np.bincount(unit_of, lengths[order])
-    placed = np.lexsort((firsts, -tokens, groups_of_units, -np.bincount(groups, lengths)[groups_of_units]))
+        unit_ids = np.asarray(together)
+    # `firsts` has the index in `order` of each unit's longest sequence, and `unit_of` the unit of each sequence.
+    _, firsts, unit_of, counts = np.unique(unit_ids[order], return_index=True, return_inverse=True, return_counts=True)
+    unit_groups = groups[order[firsts]]
+    unit_tokens = np.bincount(unit_of, lengths[order])
+    group_tokens = np.bincount(groups, lengths)[unit_groups]
+    # The last key counts most: the group's tokens, the group, the unit's tokens, the unit's longest sequence.
+    unit_order = np.lexsort((firsts, -unit_tokens, unit_groups, -group_tokens))
     by_unit = order[np.argsort(unit_of, kind="stable")].tolist()
     ends = counts.cumsum()
     starts = ends - counts
-    return [by_unit[start:end] for start, end in zip(starts[placed].tolist(), ends[placed].tolist(), strict=True)]
+    units = []
+    for unit in unit_order.tolist():
+        units.append(by_unit[starts[unit] : ends[unit]])
+    return units
 
 
 def _sequences(batch: Batch, share: bool) -> _Sequences:
     """The sequences of a batch; without `share` they share no tokens."""
     count = len(batch.completions)
     per_prompt = count // len(batch.prompts)
-    real = np.concatenate([batch.prompt_mask.repeat(per_prompt, axis=0), batch.real_tokens], axis=1)
-    tokens = np.concatenate([batch.prompts.repeat(per_prompt, axis=0), batch.completions], axis=1)[real]
+    prompt_masks = batch.prompt_mask.repeat(per_prompt, axis=0)
+    prompts = batch.prompts.repeat(per_prompt, axis=0)
+    real = np.concatenate([prompt_masks, batch.real_tokens], axis=1)
+    tokens = np.concatenate([prompts, batch.completions], axis=1)[real]
     sizes = real.sum(-1)
     ends = sizes.cumsum()
     starts = ends - sizes
     # Bytes of big-endian numbers compare like the numbers.
-    ordered = tokens.astype(">i4").tobytes()
-    texts = [ordered[4 * start : 4 * end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-    order = np.array(sorted(range(count), key=texts.__getitem__), int)
+    all_bytes = tokens.astype(">i4").tobytes()
+    keys = [all_bytes[4 * start : 4 * end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    order = np.array(sorted(range(count), key=keys.__getitem__), int)
     shared = np.zeros(count, int)
     if share:
         common = _common(tokens, starts[order], sizes[order])
@@ -269,7 +285,8 @@ def _sequences(batch: Batch, share: bool) -> _Sequences:
     ranks = np.empty(count, int)
     ranks[order] = np.arange(count)
     # Mostly, a cluster is a group, whose sequences have a prompt of their own in common.
-    bounds = _cluster_bounds(shared, min(int(np.bincount(batch.group_ids).max()), MOST_CLUSTERED))
+    largest_group = int(np.bincount(batch.group_ids).max())
+    bounds = _cluster_bounds(shared, min(largest_group, MOST_CLUSTERED))
     return _Sequences(
         tokens=tokens,
         starts=starts,
@@ -282,19 +299,19 @@ def _sequences(batch: Batch, share: bool) -> _Sequences:
 
 def _common(tokens: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Int[np.ndarray, " pairs"]:
     """The number of first tokens that each sequence but the first has in common with the sequence before."""
-    most = np.minimum(sizes[1:], sizes[:-1])
-    common = np.zeros(len(most), int)
-    pairs = np.flatnonzero(most)
+    shorter = np.minimum(sizes[1:], sizes[:-1])
+    common = np.zeros(len(shorter), int)
+    pairs = np.flatnonzero(shorter)  # pairs that are still equal up to `common`
     # Most pairs differ after a few tokens, so few are compared to their ends.
     while len(pairs):
         offsets = common[pairs, None] + np.arange(WINDOW)
-        inside = offsets < most[pairs, None]
-        first = tokens[np.where(inside, starts[1:][pairs, None] + offsets, 0)]
-        second = tokens[np.where(inside, starts[:-1][pairs, None] + offsets, 0)]
-        differs = ~inside | (first != second)
-        lengths = np.where(differs.any(-1), differs.argmax(-1), WINDOW)
-        common[pairs] += lengths
-        pairs = pairs[lengths == WINDOW]
+        inside = offsets < shorter[pairs, None]
+        windows = tokens[np.where(inside, starts[1:][pairs, None] + offsets, 0)]
+        windows_before = tokens[np.where(inside, starts[:-1][pairs, None] + offsets, 0)]
+        differs = ~inside | (windows != windows_before)
+        equal = np.where(differs.any(-1), differs.argmax(-1), WINDOW)
+        common[pairs] += equal
+        pairs = pairs[equal == WINDOW]
     return common
 
 
@@ -304,13 +321,17 @@ def _end_at_other_records(common: np.ndarray, batch: Batch, order: np.ndarray) -
 
     def records(row: int) -> UInt8[np.ndarray, "tokens bytes"]:
         """The recorded arrays of each token of a sequence as bytes, 0 for tokens that the policy did not sample."""
-        arrays = [np.ascontiguousarray(values[row]) for values in batch.recorded.values()]
-        columns = np.concatenate([values.view(np.uint8).reshape(len(values), -1) for values in arrays], axis=1)
+        byte_arrays = []
+        for values in batch.recorded.values():
+            row_values = np.ascontiguousarray(values[row])
+            byte_arrays.append(row_values.view(np.uint8).reshape(len(row_values), -1))
+        columns = np.concatenate(byte_arrays, axis=1)
         columns[~batch.completion_mask[row]] = 0
         return np.pad(columns[batch.real_tokens[row]], ((prompts[row], 0), (0, 0)))
 
     # Prompts have no records, so pairs that differ in their prompts need no look.
-    for pair in np.flatnonzero(common > np.minimum(prompts[order[1:]], prompts[order[:-1]])):
+    shorter_prompts = np.minimum(prompts[order[1:]], prompts[order[:-1]])
+    for pair in np.flatnonzero(common > shorter_prompts):
         first = records(order[pair])[: common[pair]]
         second = records(order[pair + 1])[: common[pair]]
         differs = (first != second).any(-1)
@@ -325,8 +346,8 @@ class _Rows:
     for all of them.
     """
 
-    def __init__(self, sequences: _Sequences, shape: RowShape, most: int):
-        """Creates `most` empty micro-batches."""
+    def __init__(self, sequences: _Sequences, shape: RowShape, micro_batches: int):
+        """Creates empty micro-batches."""
         self._lengths = sequences.lengths.tolist()
         self._ranks = sequences.ranks.tolist()
         self._shared = sequences.shared
@@ -339,7 +360,7 @@ class _Rows:
         self._cuts = np.flatnonzero(self._shared <= self._common).tolist()
         self._cuts.append(len(self._ranks))
         # Free tokens of each row, also as a list, from which Python reads single numbers sooner.
-        self._free = np.full(most * shape.rows, shape.tokens, np.int32)
+        self._free = np.full(micro_batches * shape.rows, shape.tokens, np.int32)
         self._free_list = self._free.tolist()
         # The current cluster: tokens that it shares with sequences outside it in each row; the longest sequence that
         # fits a row if it shares these tokens; tokens that two members share; the row of each placed member.
@@ -369,13 +390,13 @@ class _Rows:
         pairs = self._look_at(index)
         length = self._lengths[index]
         free = self._free_list
-        most = -1
+        most_shared = -1
         best = -1
         for member, row in self._members.items():
             share = pairs[member]
             if length <= free[row] + share and rows.start <= row < rows.stop:
-                if share > most or (share == most and row < best):
-                    most = share
+                if share > most_shared or (share == most_shared and row < best):
+                    most_shared = share
                     best = row
         # With its own members, a cluster shares more than with any other sequence.
         if best < 0:
@@ -383,8 +404,8 @@ class _Rows:
             if not len(enough):
                 return False
             best = rows.start + int(enough[self._shares[rows][enough].argmax()])
-            most = int(self._shares[best])
-        free[best] -= length - most
+            most_shared = int(self._shares[best])
+        free[best] -= length - most_shared
         self._free[best] = free[best]
         self._room[best] = free[best] + self._shares[best]
         rank = self._ranks[index]
@@ -434,7 +455,9 @@ class _Rows:
         if end - first > 1:
             row_at = self._row_at[first:end].tolist()
             self._members = {member: row for member, row in enumerate(row_at) if row >= 0}
-            is_later = np.arange(end - first) > np.arange(end - first)[:, None]
+            # Two members share the lowest number of tokens that any neighbors from the one to the other share.
+            members = np.arange(end - first)
+            is_later = members > members[:, None]
             pairs = np.minimum.accumulate(np.where(is_later, self._shared[first:end], self._tokens), axis=1)
             self._pairs = np.where(is_later, pairs, pairs.T).tolist()
 
@@ -466,25 +489,27 @@ def _cluster_bounds(shared: Int[np.ndarray, " batch"], most: int) -> list[int]:
     return clusters
 
 
-def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, most: int) -> np.ndarray | None:
+def _first_fit(sequences: _Sequences, units: list[list[int]], shape: RowShape, micro_batches: int) -> np.ndarray | None:
     """Row number of each sequence, counted over all micro-batches; None if the sequences do not fit.
 
     Each sequence goes where it takes the fewest tokens, so preferably next to sequences that begin alike.
 
     Args:
-        most: number of micro-batches.
+        micro_batches: number of micro-batches.
     """
-    rows = _Rows(sequences, shape, most)
+    rows = _Rows(sequences, shape, micro_batches)
     for unit in units:
         # All rows after the first empty one are empty too, and sequences go into the first of equal rows.
         if len(unit) == 1:
             if not rows.place(unit[0], slice(0, rows.used + 1)):
                 return None
             continue
-        started = min(-(-rows.used // shape.rows) + 1, most)
-        fewest = rows.needed(unit[0], slice(0, started * shape.rows)).reshape(started, -1).min(-1)
-        for micro_batch in np.argsort(fewest, kind="stable"):
-            if rows.place_all(unit, slice(micro_batch * shape.rows, (micro_batch + 1) * shape.rows)):
+        started = -(-rows.used // shape.rows)
+        tried = min(started + 1, micro_batches)
+        needed = rows.needed(unit[0], slice(0, tried * shape.rows)).reshape(tried, -1)
+        for micro_batch in np.argsort(needed.min(-1), kind="stable"):
+            first_row = micro_batch * shape.rows
+            if rows.place_all(unit, slice(first_row, first_row + shape.rows)):
                 break
         else:
             return None
@@ -499,68 +524,87 @@ def _spans(starts: np.ndarray, counts: np.ndarray) -> Int[np.ndarray, " total"]:
 
 def _lowest(values: np.ndarray, firsts: np.ndarray, lasts: np.ndarray) -> np.ndarray:
     """The minimum of the values from each first index to its last."""
-    # Minima of 1, 2, 4, … values from each index on: two of them cover any range.
+    # A sparse table: minima of 1, 2, 4, … values from each index on. Two of them cover any range.
     minima = [values]
     while 2 ** len(minima) <= len(values):
         half = 2 ** (len(minima) - 1)
         minima.append(np.minimum(minima[-1][:-half], minima[-1][half:]))
-    sizes = np.frexp(lasts - firsts + 1)[1] - 1
+    _, exponents = np.frexp(lasts - firsts + 1)
+    levels = exponents - 1  # log2 of the range's size, rounded down
     lowest = np.empty(len(firsts), values.dtype)
-    for size in np.unique(sizes):
-        chosen = sizes == size
-        lowest[chosen] = np.minimum(minima[size][firsts[chosen]], minima[size][lasts[chosen] - 2**size + 1])
+    for level in np.unique(levels):
+        chosen = levels == level
+        from_first = minima[level][firsts[chosen]]
+        to_last = minima[level][lasts[chosen] - 2**level + 1]
+        lowest[chosen] = np.minimum(from_first, to_last)
     return lowest
 
 
-def _laid_out(batch: Batch, sequences: _Sequences, shape: RowShape, most: int, row_numbers: np.ndarray) -> Packed:
+def _laid_out(
+    batch: Batch, sequences: _Sequences, shape: RowShape, micro_batches: int, row_numbers: np.ndarray
+) -> Packed:
     """The packed batch, with each sequence in its row from `_first_fit`."""
-    tokens, positions, targets, ends = np.zeros((4, most * shape.rows * shape.tokens), np.int32)
+    tokens, positions, targets, ends = np.zeros((4, micro_batches * shape.rows * shape.tokens), np.int32)
     places = np.full(batch.completions.shape, -1, np.int32)
+
+    # The arrays below have an element for each placed sequence: row by row, and by rank within a row.
     placed = np.flatnonzero(row_numbers >= 0)
     placed = placed[np.lexsort((sequences.ranks[placed], row_numbers[placed]))]
     rows = row_numbers[placed]
     ranks = sequences.ranks[placed]
     lengths = sequences.lengths[placed]
-    is_first = np.diff(rows, prepend=-1) > 0
+    is_first = np.diff(rows, prepend=-1) > 0  # True for the first sequence of a row
     firsts = np.flatnonzero(is_first)
     counts = np.diff(firsts, append=len(rows))  # sequences of each row
-    before = np.where(is_first, ranks, np.roll(ranks, 1) + 1)
-    shared = np.where(is_first, 0, _lowest(sequences.shared, before, ranks))
-    added = lengths - shared
-    start = added.cumsum() - added
-    start += np.repeat(rows[firsts] * shape.tokens - start[firsts], counts)  # with all rows end to end
-    index = _spans(start, added)
-    source = _spans(sequences.starts[placed] + shared, added)
-    tokens[index] = sequences.tokens[source]
-    positions[index] = _spans(shared, added)
-    targets[index] = sequences.tokens[source + 1]
 
-    # path: where a row runs each token of its latest sequence. Sequences of different rows are looked at together.
+    # Two sequences share the lowest number of tokens that any neighbors from the one to the other share.
+    next_rank = np.roll(ranks, 1) + 1  # the rank after that of the row's previous sequence
+    first_ranks = np.where(is_first, ranks, next_rank)
+    shared = np.where(is_first, 0, _lowest(sequences.shared, first_ranks, ranks))
+    added = lengths - shared
+    # The index of a sequence's first added token, with all rows end to end.
+    starts = added.cumsum() - added
+    starts += np.repeat(rows[firsts] * shape.tokens - starts[firsts], counts)
+    indices = _spans(starts, added)
+    sources = _spans(sequences.starts[placed] + shared, added)
+    tokens[indices] = sequences.tokens[sources]
+    positions[indices] = _spans(shared, added)
+    targets[indices] = sequences.tokens[sources + 1]
+
+    # Walks through all rows together: the first sequence of each row, then the second of each, and so on. The path of a
+    # row has the index of each token of its latest sequence; `paths` has the paths of all rows, end to end.
     longest = lengths.max(initial=0)
-    path = np.zeros(len(firsts) * longest, int)
-    sampled = batch.real_tokens.sum(-1)
-    indices_of_sampled = np.flatnonzero(batch.real_tokens)
-    starts_of_sampled = sampled.cumsum() - sampled
-    number = np.arange(len(rows)) - np.repeat(firsts, counts)
-    order = np.argsort(number, kind="stable")
-    on_path = np.repeat(np.arange(len(firsts)), counts) * longest
-    for now in np.split(order, np.bincount(number).cumsum()[:-1]):
-        if number[now[:1]].any():
-            replaced = lengths[now - 1] - shared[now]
-            ends[path[_spans(on_path[now] + shared[now], replaced)]] = np.repeat(start[now] % shape.tokens, replaced)
-        path[_spans(on_path[now] + shared[now], added[now])] = _spans(start[now], added[now])
-        count = sampled[placed[now]]
-        predicting = path[_spans(on_path[now] + lengths[now] - count, count)]
-        places.reshape(-1)[indices_of_sampled[_spans(starts_of_sampled[placed[now]], count)]] = predicting
-    last = firsts + counts - 1
-    used = (start[last] + added[last] - 1) % shape.tokens + 1
-    ends[path[_spans(on_path[last], lengths[last])]] = np.repeat(used, lengths[last])
-    size = most, shape.rows, shape.tokens
+    paths = np.zeros(len(firsts) * longest, int)
+    path_starts = np.repeat(np.arange(len(firsts)), counts) * longest
+    completion_lengths = batch.real_tokens.sum(-1)
+    completion_starts = completion_lengths.cumsum() - completion_lengths
+    completion_tokens = np.flatnonzero(batch.real_tokens)  # indices in `places`, with all completions end to end
+    number_in_row = np.arange(len(rows)) - np.repeat(firsts, counts)  # number of the sequence in its row, from 0
+    by_number = np.argsort(number_in_row, kind="stable")
+    for now in np.split(by_number, np.bincount(number_in_row).cumsum()[:-1]):
+        if not is_first[now].all():
+            # No later sequence of the row has the tokens of the previous sequence after the shared ones.
+            dropped = lengths[now - 1] - shared[now]
+            dropped_tokens = paths[_spans(path_starts[now] + shared[now], dropped)]
+            ends[dropped_tokens] = np.repeat(starts[now] % shape.tokens, dropped)
+        paths[_spans(path_starts[now] + shared[now], added[now])] = _spans(starts[now], added[now])
+        # The last tokens of a path predict the tokens of its completion.
+        count = completion_lengths[placed[now]]
+        predicting = paths[_spans(path_starts[now] + lengths[now] - count, count)]
+        predicted = completion_tokens[_spans(completion_starts[placed[now]], count)]
+        places.reshape(-1)[predicted] = predicting
+    # The tokens of a row's last sequence end where the row's tokens end.
+    lasts = firsts + counts - 1
+    row_ends = (starts[lasts] + added[lasts] - 1) % shape.tokens + 1
+    ends[paths[_spans(path_starts[lasts], lengths[lasts])]] = np.repeat(row_ends, lengths[lasts])
+
+    size = micro_batches, shape.rows, shape.tokens
+    used_micro_batches = row_numbers.max(initial=-1) // shape.rows + 1
     return Packed(
         tokens=tokens.reshape(size),
         positions=positions.reshape(size),
         targets=targets.reshape(size),
         ends=ends.reshape(size),
         places=places,
-        count=np.array(row_numbers.max(initial=-1) // shape.rows + 1, np.int32),
+        count=np.array(used_micro_batches, np.int32),
     )

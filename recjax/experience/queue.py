@@ -61,21 +61,31 @@ class Settings(NamedTuple):
 
 def settings_of(config: Config) -> Settings:
     """Builds the settings from a config, except for `judge`, which also depends on the reward weights."""
-    experience = config.experience or ExperienceConfig()
     regime = config.regime
-    late = experience.late or LateConfig()
-    interval = experience.replay.draw_every if experience.replay else 1
-    idle_batches = experience.refill.batches if experience.refill else IDLE_ROUNDS
+    experience = config.experience
+    if experience is None:
+        experience = ExperienceConfig()
+    late = experience.late
+    if late is None:
+        late = LateConfig()
     # With `refill`, further batches take the place of groups without a signal, so these leave the queue.
-    once = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
-    limits = experience.replay or once
+    limits = ONCE.model_copy(update={"keep_no_signal": experience.refill is None})
+    interval = 1
+    if experience.replay is not None:
+        limits = experience.replay
+        interval = experience.replay.draw_every
     bounds = [limit for limit in (limits.max_staleness, regime.max_staleness) if limit is not None]
     if bounds:
         # A batch is taken at its first update, and its last one must be within the limit.
         limits = limits.model_copy(update={"max_staleness": min(bounds) - (config.training.updates - 1)})
-    idle_rounds = regime.sync_offset + late.longest + interval * idle_batches
+    longest_delay = regime.sync_offset + late.longest
     if experience.refill is None:
-        idle_rounds += 1
+        idle_rounds = longest_delay + interval * IDLE_ROUNDS + 1
+    else:
+        idle_rounds = longest_delay + interval * experience.refill.batches
+    newest = None
+    if config.task.curriculum is not None:
+        newest = config.task.curriculum.newest
     return Settings(
         offset=regime.sync_offset,
         sampling_interval=interval,
@@ -83,7 +93,7 @@ def settings_of(config: Config) -> Settings:
         replay=experience.replay is not None,
         oldest_first=regime.mode == "async" or experience.follow,
         limits=limits,
-        newest=None if config.task.curriculum is None else config.task.curriculum.newest,
+        newest=newest,
         idle_rounds=idle_rounds,
         replaces=experience.replay is not None and experience.refill is not None,
     )
@@ -167,12 +177,20 @@ def put(queue: Queue, arrival: Arrival, seed: int, settings: Settings) -> Queue:
     late = settings.late
     delays = reward_delays(ungraded, late.shortest, late.longest, arrival.number, seed)
     reward_rounds = iter((arrival_round + settings.offset + delays).tolist())
+    grades = None
+    if ungraded:
+        grades = arrival.grades
     waiting = list(queue.waiting)
     for group in arrival.groups:
-        # Completions that arrive with their grade, such as stored ones, are due at once: round 0.
-        due = [next(reward_rounds) if completion.grade is None else 0 for completion in group.completions]
-        waiting.append(Waiting(group, tuple(due), arrival_round, arrival.grades if ungraded else None))
-    counts = queue.counts + Counter(arrival.left_out) + Counter(batches=int(arrival.number > 0))
+        due = []
+        for completion in group.completions:
+            if completion.grade is None:
+                due.append(next(reward_rounds))
+            else:
+                due.append(0)  # completions that arrive with their grade, such as stored ones, have their reward
+        waiting.append(Waiting(group, tuple(due), arrival_round, grades))
+    sampled_batches = int(arrival.number > 0)
+    counts = queue.counts + Counter(arrival.left_out) + Counter(batches=sampled_batches)
     return queue._replace(waiting=tuple(waiting), counts=counts)
 
 
@@ -194,19 +212,21 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
     Returns:
         The queue, and the newly graded batches without the completions that had a grade before.
     """
-    # All groups of a batch hold the same object of grades, so its identity stands for the batch.
-    ungraded = []
-    needed = 0
+    # All groups of a batch hold the same object of grades, so the object's identity stands for the batch.
+    ungraded = []  # the batch of each entry without grades
+    needed = 0  # number of such entries up to the last one with a reward that is due
     for entry in queue.waiting:
         if entry.grades is None:
             continue
         ungraded.append(id(entry.grades))
-        if all_of_them or any(0 < round_ <= queue.round for round_ in entry.due):
+        is_due = any(0 < round_ <= queue.round for round_ in entry.due)
+        if is_due or all_of_them:
             needed = len(ungraded)
     needed_batches = set(ungraded[:needed])
 
     waiting = []
     graded_batches = []
+    # Entries whose grades are None form batches too, which `needed_batches` does not contain.
     for batch, batch_entries in itertools.groupby(queue.waiting, key=lambda entry: id(entry.grades)):
         entries = list(batch_entries)
         if batch in needed_batches:
@@ -216,6 +236,7 @@ def wait_for_grades(queue: Queue, all_of_them: bool = False) -> tuple[Queue, lis
                 grades = grades.result()
             groups = with_grades([entry.group for entry in entries], grades)
             entries = [entry._replace(group=group, grades=None) for entry, group in zip(entries, groups, strict=True)]
+            # Completions that had a grade before have 0 in `due`.
             graded_batches.append([_select(entry.group, entry.due) for entry in entries])
         waiting += entries
     return queue._replace(waiting=tuple(waiting)), graded_batches
@@ -346,8 +367,9 @@ def _rewarded(entry: Waiting, now: int, counts: Counter[str]) -> Waiting:
             if grade.reward is None:
                 counts["rows_without_reward"] += 1
                 continue
+            round_ = 0
         completions.append(completion)
-        due.append(0 if arrives else round_)
+        due.append(round_)
     return entry._replace(group=entry.group._replace(completions=tuple(completions)), due=tuple(due))
 
 
@@ -383,7 +405,13 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
         taken = _sampled(ready, count, step, seed, settings)
     elif settings.oldest_first:
         # Generators finish batches in any order; groups of other models have no version and go first.
-        taken = sorted(range(len(ready)), key=lambda index: oldest_version(ready[index].group) or 0)[:count]
+        versions = []
+        for entry in ready:
+            version = oldest_version(entry.group)
+            if version is None:
+                version = 0
+            versions.append(version)
+        taken = sorted(range(len(ready)), key=versions.__getitem__)[:count]
     else:
         taken = list(range(count))
     groups = [ready[index].group for index in taken]

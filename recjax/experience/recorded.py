@@ -47,12 +47,15 @@ def join_recorded(parts: Iterable[tuple[Mapping[str, np.ndarray], int]]) -> dict
         dtype = arrays[0].dtype
         # Turns may have recorded sets of different sizes, and text between turns has no record.
         token_shape = np.max([values.shape[1:] for values in arrays], axis=0).astype(int)
-        joined[name] = np.full((tokens, *token_shape), missing_value(dtype), dtype)
+        shape = (tokens, *token_shape)
+        joined[name] = np.full(shape, missing_value(dtype), dtype)
         start = 0
         for recorded, count in parts:
             if name in recorded:
-                inside = [slice(size) for size in recorded[name].shape[1:]]
-                joined[name][(slice(start, start + count), *inside)] = recorded[name]
+                values = recorded[name]
+                filled = [slice(start, start + count)]
+                filled += [slice(size) for size in values.shape[1:]]
+                joined[name][tuple(filled)] = values
             start += count
     return joined
 
@@ -78,10 +81,12 @@ def sets_to_lists(recorded: Mapping[str, np.ndarray]) -> list[list[int]] | None:
     if "kept_ids" in recorded:
         lists = [sorted(ids[ids >= 0].tolist()) for ids in recorded["kept_ids"]]
     if "kept_bits" in recorded:
-        bit_lists = [np.flatnonzero(bits).tolist() for bits in np.unpackbits(recorded["kept_bits"], axis=-1)]
+        is_kept = np.unpackbits(recorded["kept_bits"], axis=-1)
+        bit_lists = [np.flatnonzero(bits).tolist() for bits in is_kept]
         if lists is None:
             lists = bit_lists
         else:
+            # Each token has its set in one of the two forms.
             lists = [ids or bit_ids for ids, bit_ids in zip(lists, bit_lists, strict=True)]
     return lists
 
@@ -105,9 +110,14 @@ def sets_from_lists(lists: Any, tokens: Sequence[int], limit: int) -> dict[str, 
             return {}
     if not any(lists):
         return {}
-    small = [ids if len(ids) <= limit else [] for ids in lists]
-    kept_ids = np.full((len(small), max(map(len, small))), -1, np.int32)
-    for row, ids in zip(kept_ids, small, strict=True):
+    small_sets = []
+    for ids in lists:
+        if len(ids) > limit:
+            ids = []
+        small_sets.append(ids)
+    largest = max(len(ids) for ids in small_sets)
+    kept_ids = np.full((len(small_sets), largest), -1, np.int32)
+    for row, ids in zip(kept_ids, small_sets, strict=True):
         row[: len(ids)] = ids
     return {"kept_ids": kept_ids}
 
@@ -141,12 +151,12 @@ def top_from_lists(lists: Any, count: int, limit: int) -> dict[str, np.ndarray]:
     for row, pairs in enumerate(lists):
         try:
             known = {token: min(float(logprob), 0.0) for token, logprob in pairs if logprob > LOWEST_LOGPROB}
-            ordered = sorted(known.items(), key=lambda pair: -pair[1])[:limit]
-            ids[row, : len(ordered)] = [token for token, _ in ordered]
-            logprobs[row, : len(ordered)] = [logprob for _, logprob in ordered]
+            most_likely = sorted(known.items(), key=lambda pair: -pair[1])[:limit]
+            ids[row, : len(most_likely)] = [token for token, _ in most_likely]
+            logprobs[row, : len(most_likely)] = [logprob for _, logprob in most_likely]
         except (TypeError, ValueError, OverflowError):
             return {}
-        if not ordered or ids[row, : len(ordered)].min() < 0:
+        if not most_likely or ids[row, : len(most_likely)].min() < 0:
             return {}
     return {TOP_IDS: ids, TOP_LOGPROBS: logprobs}
 
@@ -180,10 +190,11 @@ def recorded_from_bytes(content: bytes | None, lengths: Sequence[int]) -> list[d
         return recorded
     limit = RECORDED_BYTES * (1 + sum(lengths))
     try:
-        # A file of a few bytes could fill the memory: packed, packed once more, or by a size that it only claims.
+        # A few bytes could fill the memory, because the zlib stream and the zip file inside it may both unpack to far
+        # more, so the limit applies to both.
         unpacker = zlib.decompressobj()
         file = io.BytesIO(unpacker.decompress(content, limit))
-        size = limit + 1
+        size = limit + 1  # more than the limit, unless the stream has ended before it
         if unpacker.eof:
             with zipfile.ZipFile(file) as members:
                 size = sum(member.file_size for member in members.infolist())

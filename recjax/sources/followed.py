@@ -46,6 +46,7 @@ class FollowedSource(contextlib.AbstractContextManager):
         self._admitted = 0
         self._counts_before = state.queue.counts
         self._started = time.monotonic()
+        # The first line comes after one second of waiting.
         self._last_line = time.monotonic() - LINE_SECONDS + 1
 
     def poll(self, state: State, step: int, wait: bool) -> list[Arrival]:

@@ -170,9 +170,13 @@ class Generators:
             variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if self._regime.address is None:
             # Generators on this machine share the trainer's modules, such as a user's reward, and compiled programs.
+            # An empty path stands for the current folder.
             variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
             settings: Any = jax.config
-            variables["JAX_COMPILATION_CACHE_DIR"] = settings.jax_compilation_cache_dir or ""
+            cache_folder = settings.jax_compilation_cache_dir
+            if cache_folder is None:
+                cache_folder = ""
+            variables["JAX_COMPILATION_CACHE_DIR"] = cache_folder
             shortest_compile = settings.jax_persistent_cache_min_compile_time_secs
             variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = str(shortest_compile)
         self._options = {
@@ -206,14 +210,16 @@ class Generators:
     def _log_waiting(self) -> None:
         free = self._ray.available_resources()
         logger.warning(
-            "the Ray cluster has room for %d of %d generators, which need a CPU and %g GPUs each; it has %g CPUs and %g"
-            " GPUs free, and the other generators wait. `ray status` shows what it runs; add nodes, or lower"
-            " regime.generators",
-            len(self._placed()),
-            self._regime.generators,
-            self._options["num_gpus"],
-            free.get("CPU", 0),
-            free.get("GPU", 0),
+            "the Ray cluster has room for %(placed)d of %(generators)d generators, which need a CPU and %(gpus)g GPUs"
+            " each; it has %(free_cpus)g CPUs and %(free_gpus)g GPUs free, and the other generators wait. `ray status`"
+            " shows what it runs; add nodes, or lower regime.generators",
+            {
+                "placed": len(self._placed()),
+                "generators": self._regime.generators,
+                "gpus": self._options["num_gpus"],
+                "free_cpus": free.get("CPU", 0),
+                "free_gpus": free.get("GPU", 0),
+            },
         )
 
     # --- Batches.

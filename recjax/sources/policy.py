@@ -124,8 +124,9 @@ class PolicySource(contextlib.AbstractContextManager):
         updates = config.training.updates
         if not self._is_async:
             # The next round's batch is sampled during the grading of this one, if both use the same weights.
-            batches = schedule.batch_of(config.training.steps, updates)
-            is_ahead = schedule.samples_ahead(schedule.batch_of(step, updates), batches, regime)
+            batch = schedule.batch_of(step, updates)
+            last_batch = schedule.batch_of(config.training.steps, updates)
+            is_ahead = schedule.samples_ahead(batch, last_batch, regime)
             return self._rounds_before(number) < state.queue.round + is_ahead
         if len(self.sampler.in_flight) >= BATCHES_PER_GENERATOR * regime.generators:
             return False
@@ -133,9 +134,11 @@ class PolicySource(contextlib.AbstractContextManager):
         ahead = self._versions_ahead(state.queue)
         interval = self._setup.settings.sampling_interval
         batches_ahead = len(ahead) // count
-        if step + batches_ahead * interval * updates > config.training.steps:
-            return False  # the batch's turn comes after the last step
-        if not schedule.in_time([*ahead, state.version], step, count, regime, updates):
+        first_step = step + batches_ahead * interval * updates  # the first step that trains on the batch
+        if first_step > config.training.steps:
+            return False
+        versions = [*ahead, state.version]
+        if not schedule.in_time(versions, step, count, regime, updates):
             return False
         return schedule.is_wanted(
             number,

@@ -38,10 +38,10 @@ class Recorder:
             return
         with Store(file, create=True) as store:
             sampled_again = []
-            for completion_id, (number,) in store.numbers("id").items():
-                batch = int(completion_id.split("/")[0])
+            for completion_id, numbers in store.numbers("id").items():
+                batch = int(completion_id.split("/")[0])  # `BatchSampler.sample` begins ids with the batch's number
                 if batch > issued or batch in in_flight:
-                    sampled_again.append(number)
+                    sampled_again += numbers
             store.delete(sampled_again)
 
     def take(self, batches: Sequence[list[Group]]) -> None:

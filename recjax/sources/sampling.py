@@ -104,11 +104,13 @@ class BatchSampler(NamedTuple):
             )
             self.phases.device.end()
             return sampled
+        block, index = divmod(number, _BLOCK)
+        block_keys = _block_keys(config.seed, block, count * group_size)
         groups = sample_groups(
             self.policy,
             drifted_params,
             prompts,
-            keys=_block_keys(config.seed, number // _BLOCK, count * group_size)[number % _BLOCK],
+            keys=block_keys[index],
             group_size=group_size,
             max_tokens=config.rollout.max_completion_tokens,
             sampling=sampling,

@@ -83,8 +83,11 @@ class Setup(NamedTuple):
         """The shape of the batches with equal shares for micro-batches and devices."""
         minibatches = self.config.training.minibatches
         shards = row_shards()
-        multiple = self.config.micro_batches(self.shape.positions // minibatches, shards) * shards * minibatches
-        return self.shape._replace(prompts=-(-self.shape.prompts // multiple) * multiple)
+        shape = self.shape
+        micro_batches = self.config.micro_batches(shape.positions // minibatches, shards)
+        multiple = micro_batches * shards * minibatches
+        prompts = -(-shape.prompts // multiple) * multiple  # rounded up
+        return shape._replace(prompts=prompts)
 
     @property
     def settings(self) -> Settings:
