@@ -72,7 +72,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
             overrides.append(argument)
     if len(checkpoints) > 1:
         raise UserError(problem=f"found {len(checkpoints)} values of checkpoint=", remedy="give one")
-    if any(text.startswith("output=") for text in overrides):
+    if any(override.startswith("output=") for override in overrides):
         raise UserError(
             problem="output=… names a training run's folder", remedy="name the evaluation's folder with --output FOLDER"
         )
@@ -165,9 +165,11 @@ def deciding_settings(config: Config, evaluated: OpenedPolicy) -> dict[str, Any]
     return settings
 
 
-def open_folder(folder: Path, decides: dict[str, Any]) -> None:
+def open_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Creates the folder with its config.yaml, or checks that it belongs to the same evaluation.
 
+    Args:
+        settings: the evaluation's `deciding_settings`.
     Raises:
         UserError: the folder holds another evaluation or other files.
     """
@@ -175,22 +177,23 @@ def open_folder(folder: Path, decides: dict[str, Any]) -> None:
     with writing(folder):
         names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     hosts.wait_for_all("looked into the evaluation's folder")
+    # An interrupted evaluation leaves these files.
+    interrupted_names = {stored.name, partial_of(stored.name), partial_of("samples.parquet")}
     if "samples.parquet" in names and stored.name in names:
         stored_settings = read_yaml_file(stored)
         if not isinstance(stored_settings, dict):
             raise UserError(stored, "is damaged (no keys and values)", "name another folder with --output")
-        changed = changes(stored_settings, decides, ignored={"model"})
+        changed = changes(stored_settings, settings, ignored={"model"})
         if changed:
             raise UserError(
                 folder, f"holds another evaluation ({in_words(changed)})", "name another folder with --output"
             )
-    # An interrupted evaluation leaves these files.
-    elif names - {stored.name, partial_of(stored.name), partial_of("samples.parquet")}:
+    elif names - interrupted_names:
         raise UserError(folder, "holds other files than an evaluation's", "name another folder with --output")
     elif hosts.is_first():
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        write_whole(stored, write_yaml(decides))
+        write_whole(stored, write_yaml(settings))
 
 
 def seen_in_training(run: Config, problems: list[Problem]) -> int | None:

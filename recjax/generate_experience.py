@@ -78,44 +78,57 @@ def generate(config: Config, location: str | Path, steps: int, run: str | None, 
         UserError: the checkpoint is missing, or the task or the store cannot be read.
     """
     check_processes(config)
-    config = config if run else resolve_start(config)
+    if not run:
+        config = resolve_start(config)
     stored_ids = known_ids(location)
     model = config.model
-    name = None
+    dated_name = None
     if not run and model.path and not model.chat_date and reads_clock(model.path):
-        # The chat template reads the date: rows in the store set it, or else today. The rows' name ends with the date.
-        name = _name(config, None, 0)
-        dates = []
-        for row in stored_ids:
-            if row.startswith(f"{name}-"):
-                rest = row.removeprefix(f"{name}-").partition("/")[0]
-                dates.append(rest.partition(".")[0])
-        chat_date = min(dates, default=date.today().isoformat())
+        # The model's chat template writes the current date into each prompt.
+        undated_name = _config_digest(config, None, 0)
+        chat_date = _stored_date(stored_ids, undated_name) or date.today().isoformat()
         config = config.model_copy(update={"model": model.model_copy(update={"chat_date": chat_date})})
-        name = f"{name}-{chat_date}"
-    sampler, params, version = _sampler(config, run, step)
+        dated_name = f"{undated_name}-{chat_date}"
+    sampler, params, version = _make_sampler(config, run, step)
     content = {
         "problems": prompts_digest(sampler.prompts),
         "code": code_digests(config),
         "weights": fingerprint(params),
     }
-    name = _with_content(name or _name(config, run, version), content, stored_ids, location)
-    with sampler.grading, sampler.agents or contextlib.nullcontext():
+    name = _with_content(dated_name or _config_digest(config, run, version), content, stored_ids, location)
 
-        def batches(numbers: list[int]) -> Iterator[list[Record]]:
-            before = None  # the grading of a batch overlaps with the sampling of the next
-            for number in numbers:
-                sampled = sampler.sample(params, version, number, f"{name}/", source)
-                if before:
-                    yield records(*before)
-                before = sampled
-            if before:
-                yield records(*before)
+    def graded_records(groups: list[Group], grades: Grades) -> list[Record]:
+        return sampler.records(with_grades(groups, grades.result()))
 
-        def records(groups: list[Group], grades: Grades) -> list[Record]:
-            return sampler.records(with_grades(groups, grades.result()))
+    def sample_batches(numbers: list[int]) -> Iterator[list[Record]]:
+        # The grading of a batch overlaps with the sampling of the next batch.
+        previous = None
+        for number in numbers:
+            sampled = sampler.sample(params, version, number, prefix=f"{name}/", source=source)
+            if previous:
+                yield graded_records(*previous)
+            previous = sampled
+        if previous:
+            yield graded_records(*previous)
 
-        return _fill(location, stored_ids, name, steps, batches)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sampler.grading)
+        if sampler.agents:
+            stack.enter_context(sampler.agents)
+        return _fill(location, stored_ids, name, steps, sample_batches)
+
+
+def _stored_date(stored_ids: Collection[str], undated_name: str) -> str | None:
+    """The earliest date in the ids of a store's rows with this name; None if the store has no such rows.
+
+    Such an id is NAME-DATE/BATCH/… or, with a digest of the rows' content, NAME-DATE.CONTENT/BATCH/….
+    """
+    dates = []
+    for row_id in stored_ids:
+        if row_id.startswith(f"{undated_name}-"):
+            date_and_content = row_id.removeprefix(f"{undated_name}-").partition("/")[0]
+            dates.append(date_and_content.partition(".")[0])
+    return min(dates, default=None)
 
 
 def generate_remotely(config: Config, location: str | Path, steps: int, address: Address, source: str | None) -> int:
@@ -137,17 +150,22 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
     train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
     with RemoteEngine(address, policy, config) as engine, Grading(config, task.reward) as grading:
         content = {"problems": prompts_digest(train), "code": code_digests(config)}
-        name = _with_content(_name(config, f"{engine.server.model} of a server", 0), content, stored_ids, location)
+        config_digest = _config_digest(config, f"{engine.server.model} of a server", 0)
+        name = _with_content(config_digest, content, stored_ids, location)
         count = config.rollout.prompts_per_step
+        completions_per_batch = count * config.rollout.group_size
 
-        def batches(numbers: list[int]) -> Iterator[list[Record]]:
-            for number in numbers:  # a server's answers are in the store before it gets the next requests
+        def sample_batches(numbers: list[int]) -> Iterator[list[Record]]:
+            # `_fill` stores a batch before the server gets the requests of the next batch.
+            for number in numbers:
                 prompts = batch_prompts(train, config, count, number)
-                seed = (config.seed * 1_000_003 + number) * count * config.rollout.group_size % 2**31
+                # Each batch has seeds of its own, as many as it has completions; this is the first of them.
+                seed = (config.seed * 1_000_003 + number) * completions_per_batch % 2**31
                 groups = engine.sample_groups(
                     prompts.problems, seed, name=f"{name}/{number:06d}", source=source or engine.server.model
                 )
-                groups = with_grades(groups, _submitted(groups, prompts, grading, policy).result())
+                grades = _submit(groups, prompts, grading, policy)
+                groups = with_grades(groups, grades.result())
                 records = []
                 for record in records_of(groups, tokenizer_name(policy.tokenizer), datetime.now(UTC)):
                     if not record.completion.rows:  # the server gave only the text
@@ -155,22 +173,25 @@ def generate_remotely(config: Config, location: str | Path, steps: int, address:
                     records.append(record)
                 yield records
 
-        return _fill(location, stored_ids, name, steps, batches)
+        return _fill(location, stored_ids, name, steps, sample_batches)
 
 
 def _with_content(name: str, content: dict[str, Any], stored_ids: Collection[str], location: str | Path) -> str:
-    """A name of rows that also depends on the content of problems, code and weights, which the config only names.
+    """The rows' name, extended by a digest of their problems, code and weights, which the config only names.
 
-    Rows of an older version have only the config's name and keep it.
+    Rows that an older version of recjax wrote have no such digest; if the store has them, the name stays as it is.
 
+    Args:
+        name: the rows' name by their config.
     Raises:
         UserError: the store has rows of the same config with other content.
     """
-    written = {row.partition("/")[0] for row in stored_ids if row.startswith(name)}
-    if name in written:
+    stored_names = {row_id.partition("/")[0] for row_id in stored_ids if row_id.startswith(name)}
+    if name in stored_names:
         return name
-    full_name = f"{name}.{digest(json.dumps(content, sort_keys=True).encode())[:8]}"
-    if written - {full_name}:
+    content_digest = digest(json.dumps(content, sort_keys=True).encode())
+    full_name = f"{name}.{content_digest[:8]}"
+    if stored_names - {full_name}:
         raise UserError(
             store_name(location),
             "the same command sampled rows there with other problems, code or weights",
@@ -184,20 +205,20 @@ def _fill(
     stored_ids: Collection[str],
     name: str,
     steps: int,
-    batches: Callable[[list[int]], Iterator[list[Record]]],
+    sample_batches: Callable[[list[int]], Iterator[list[Record]]],
 ) -> int:
     """Adds the batches 1 to `steps` that the store lacks; returns their number.
 
     Args:
         stored_ids: ids of the completions in the store.
         name: first part of the completions' ids, before the batch's number.
-        batches: samples batches, by their numbers, and yields the records of each in order.
+        sample_batches: samples the batches with these numbers, and yields the records of each batch in order.
     """
-    done = {int(row.split("/")[1]) for row in stored_ids if row.startswith(f"{name}/")}
+    done = {int(row_id.split("/")[1]) for row_id in stored_ids if row_id.startswith(f"{name}/")}
     missing = [number for number in range(1, steps + 1) if number not in done]
     hosts.wait_for_all("looked into the store")
     with step_bar("generate", steps, initial=steps - len(missing)) as bar:
-        for records in batches(missing):
+        for records in sample_batches(missing):
             if records and hosts.is_first():
                 with Store(location, create=True) as store:
                     store.append(records)
@@ -217,24 +238,35 @@ def known_ids(location: str | Path) -> Collection[str]:
         return store.numbers("id")
 
 
-def _submitted(groups: Sequence[Group], prompts: Prompts, grading: Grading, policy: Policy) -> Grades:
-    """Submits a server's completions for grading; they may have only text."""
+def _submit(groups: Sequence[Group], prompts: Prompts, grading: Grading, policy: Policy) -> Grades:
+    """Submits a server's completions for grading; a server may return prompts and completions without their tokens."""
     answered = []
-    for group, text, problem in zip(groups, prompts.texts, prompts.problems, strict=True):
+    for group, recjax_prompt, problem in zip(groups, prompts.texts, prompts.problems, strict=True):
+        prompt = recjax_prompt
         if len(group.prompt_tokens):
-            text = str(policy.tokenizer.decode(group.prompt_tokens))  # the prompt that the server's model saw
+            # The reward gets the prompt that the server's model saw.
+            prompt = str(policy.tokenizer.decode(group.prompt_tokens))
         for completion in group.completions:
-            length = completion.sampled_tokens
-            if not completion.rows:
-                try:
-                    length = len(encode_after(policy.tokenizer, (), completion.text))
-                except UserError:
-                    length = len(completion.text)  # text outside the vocabulary: counts characters
-            answered.append(Answered.to(problem, text, completion.text, length, completion.id))
-    return Grades(grading.submit(answered) if answered else None, len(answered))
+            if completion.rows:
+                length = completion.sampled_tokens
+            else:
+                length = _text_length(policy, completion.text)
+            answered.append(Answered.to(problem, prompt, completion.text, length, completion.id))
+    scores = None
+    if answered:
+        scores = grading.submit(answered)
+    return Grades(scores, len(answered))
 
 
-def _sampler(config: Config, run: str | None, step: int | None) -> tuple[BatchSampler, dict, int]:
+def _text_length(policy: Policy, text: str) -> int:
+    """Number of tokens of a text, or number of characters if the vocabulary cannot express the text."""
+    try:
+        return len(encode_after(policy.tokenizer, (), text))
+    except UserError:
+        return len(text)
+
+
+def _make_sampler(config: Config, run: str | None, step: int | None) -> tuple[BatchSampler, dict, int]:
     """The sampler, its parameters in compute dtype, and the number of optimizer updates that made them."""
     # The config may name the store that this command creates.
     config = untrained(config)
@@ -250,22 +282,31 @@ def _sampler(config: Config, run: str | None, step: int | None) -> tuple[BatchSa
     check_problems(config, task)
     task = without_long_prompts(task, policy.tokenizer, config.rollout)
     train = encode_problems(task.train, policy.tokenizer, config.rollout.max_prompt_tokens, policy.vocabulary)
-    agents = Agents(config, policy, opened.older_params) if config.task.agent else None
+    agents = None
+    if config.task.agent:
+        agents = Agents(config, policy, opened.older_params)
     sampler = BatchSampler(config, policy, train, Grading(config, task.reward), phases=PhaseSeconds(), agents=agents)
     return sampler, for_sampling(policy, opened.params), opened.version
 
 
-def _name(config: Config, run: str | None, version: int) -> str:
-    """A digest of everything that determines the rows."""
+def _config_digest(config: Config, run: str | None, version: int) -> str:
+    """A digest of all settings that determine the rows: the start of their ids.
+
+    Args:
+        run: folder of the run that the policy comes from, or the name of a server's model; None: the initial policy.
+        version: the policy's version in its run.
+    """
     depends_on: dict[str, Any] = config.model_dump(include={"seed", "model", "task", "warm_start", "rollout"})
-    del depends_on["rollout"]["engine"]  # --engine samples, or recjax
+    del depends_on["rollout"]["engine"]  # This command never samples with the engine that the config names.
     depends_on["held_out"] = config.evaluation.most_problems
     depends_on["version"] = version
     if config.base_seed is not None:
         depends_on["base_seed"] = config.base_seed
     if run:
         config_file = Path(run) / "config.yaml"
-        depends_on["run"] = config_file.read_text(encoding="utf-8") if config_file.is_file() else run
+        depends_on["run"] = run
+        if config_file.is_file():
+            depends_on["run"] = config_file.read_text(encoding="utf-8")
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -276,9 +317,9 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
         UserError: the flags contradict each other, or the config is invalid.
     """
     if (config is None) == (run is None):
-        problem = "found both" if run else "found neither"
+        found = "found both" if run else "found neither"
         raise UserError(
-            problem="give exactly one of --config (its initial policy) and --run (a checkpoint)", remedy=problem
+            problem="give exactly one of --config (its initial policy) and --run (a checkpoint)", remedy=found
         )
     if run is None:
         if step is not None:
@@ -293,7 +334,7 @@ def read_flags(config: str | None, run: str | None, step: int | None, overrides:
 def main(argv: list[str]) -> None:
     """Reads the flags, generates the rows and prints the store's size."""
     keep_compiled_programs()
-    config, source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
+    config, default_source = read_flags(FLAGS.config, FLAGS.run, FLAGS.step, argv[1:])
     if FLAGS.engine is None and (FLAGS.model or FLAGS.api_key_file):
         raise UserError(
             "--model and --api_key_file", "have an effect only with --engine", "give --engine, or remove them"
@@ -304,13 +345,20 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--processes {FLAGS.processes}", "--engine uses a single process", "remove the flag")
     with hosts.connected(FLAGS.coordinator, FLAGS.processes, FLAGS.process_id), jax.set_mesh(make_mesh(config.mesh)):
         if FLAGS.engine is None:
-            new = generate(config, FLAGS.output, FLAGS.steps, FLAGS.run, FLAGS.step, FLAGS.source or source)
+            new = generate(
+                config,
+                FLAGS.output,
+                FLAGS.steps,
+                run=FLAGS.run,
+                step=FLAGS.step,
+                source=FLAGS.source or default_source,
+            )
         else:
-            keys = list(read_keys(FLAGS.api_key_file, most=1))
+            api_key = next(iter(read_keys(FLAGS.api_key_file, most=1)), None)
             address = Address(
                 FLAGS.engine,
                 FLAGS.model,
-                keys[0] if keys else None,
+                api_key,
                 concurrency=FLAGS.concurrency,
                 seconds=FLAGS.reply_seconds,
                 retries=FLAGS.retries,

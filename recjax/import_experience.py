@@ -168,13 +168,21 @@ def main(argv: list[str]) -> None:
     imported = None
     groups = Counter()
     pending = 0
-    if all(exports):
-        count = import_exports([export for export in exports if export is not None], FLAGS.output)
+    exported = [export for export in exports if export is not None]
+    if len(exported) == len(exports):
+        count = import_exports(exported, FLAGS.output)
         summary = "completions"
-    elif any(exports):
+    elif exported:
         raise UserError("--input", "import exported files and files of other programs one after the other")
     else:
-        imported = import_files(FLAGS.input, FLAGS.output, Columns(**names), FLAGS.source, FLAGS.tokenizer, sampling)
+        imported = import_files(
+            FLAGS.input,
+            FLAGS.output,
+            Columns(**names),
+            source=FLAGS.source,
+            tokenizer=FLAGS.tokenizer,
+            sampling=sampling,
+        )
         groups = Counter(record.group.id for record in imported.records)
         count = len(imported.records)
         pending = sum(record.completion.grade is None for record in imported.records)

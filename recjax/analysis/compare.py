@@ -41,9 +41,9 @@ def interval(values: np.ndarray, statistic: Callable, numbers: int, resamples: i
     """The ends of the 95 % interval of a statistic's percentile bootstrap.
 
     Args:
-        numbers: count of numbers that the statistic reads in one resample.
+        numbers: count of numbers that the statistic reads in one resample, which bounds the memory.
     """
-    # Resampled in parts, which keeps the memory bounded and changes no number.
+    # `batch` resamples are computed together. It changes no result.
     result = scipy.stats.bootstrap(
         (values,),
         statistic,
@@ -87,11 +87,12 @@ def paired_values(values: pd.Series, axis: str, first: str, second: str, **where
     for name, allowed in where.items():
         values = values[values.index.get_level_values(name).isin(allowed)]
     if values.index.nlevels > 1:
-        by_kind = values.unstack(axis)
+        by_value = values.unstack(axis)
     else:
-        by_kind = values.to_frame().T
-    by_kind = by_kind.reindex(columns=[first, second])
-    return (by_kind[first] - by_kind[second]).dropna()
+        by_value = values.to_frame().T
+    # A side without runs becomes a column of NaN.
+    by_value = by_value.reindex(columns=[first, second])
+    return (by_value[first] - by_value[second]).dropna()
 
 
 def minus_line(table: pd.DataFrame, axis: str, against: str, metric: str) -> np.ndarray:
@@ -242,6 +243,7 @@ def _earlier_values(folder: Path) -> dict[str, list[str]]:
     for entry in starts(folder):
         changed = entry.get("changed")
         if changed:
+            # The record's text is "KEY: BEFORE there, AFTER now; KEY: …".
             for key, before in re.findall(r"(\S+): (.+?) there, .+? now(?:; |$)", changed["settings"]):
                 values.setdefault(key, []).append(f"{before} until step {changed['after_step']}")
     return values

@@ -89,35 +89,37 @@ def _equal(a: Node, b: Node, is_complex: bool) -> bool | None:
     if not matrices:
         matrices = dict.fromkeys(_unordered_matrices(a, b), False)
     evaluation = _Evaluation({}, is_complex)
-    wanted = got = None
+    value_a = None
+    value_b = None
     points = _Points(a, b, matrices, is_complex)
     second_digits = _MORE_DIGITS if names(a) and names(b) else _MANY_DIGITS
-    for index, point in enumerate(points):
+    for tested, point in enumerate(points, start=1):
         precisions = [_DIGITS]
         if agreed < 2:
             precisions.append(second_digits)
         for digits in precisions:
             with mpmath.workdps(digits):
                 evaluation = _Evaluation(point, is_complex)
-                wanted = evaluation.defined(a)
-                got = evaluation.defined(b)
-                if wanted is None or got is None:
-                    if wanted is not got:
+                value_a = evaluation.defined(a)
+                value_b = evaluation.defined(b)
+                if value_a is None or value_b is None:
+                    if value_a is not value_b:  # One side has a value.
                         one_sided += 1
-                        if contains(b, "cases") and (got is None or contains(a, "cases")):
+                        if contains(b, "cases") and (value_b is None or contains(a, "cases")):
                             return False  # A case is missing.
                     break
-                if not evaluation.close(wanted, got, is_final=digits != _DIGITS or evaluation.is_slow):
+                is_final = digits != _DIGITS or evaluation.is_slow
+                if not evaluation.close(value_a, value_b, is_final):
                     return False
                 if evaluation.is_slow:
                     break
         if only_one_has_bars and not is_complex and one_sided == _ONE_SIDED:
             return False  # ln x does not equal ln|x|.
-        if wanted is not None and got is not None:
+        if value_a is not None and value_b is not None:
             agreed += 1
-        if agreed >= _AGREEMENTS and (evaluation.is_slow or index + 1 >= points.least):
+        if agreed >= _AGREEMENTS and (evaluation.is_slow or tested >= points.least):
             break
-        if evaluation.is_slow and index + 1 >= _FEW_POINTS:
+        if evaluation.is_slow and tested >= _FEW_POINTS:
             break
     needed = _AGREEMENTS if unknown else 1
     if agreed >= needed:
@@ -180,21 +182,21 @@ def ratio(a: Node, b: Node) -> int | None:
     quotients = []
     with mpmath.workdps(_DIGITS):
         points = _Points(a, b, {}, is_complex=False)
-        for index, point in enumerate(points):
+        for tested, point in enumerate(points, start=1):
             evaluation = _Evaluation(point, contains((a, b), "i"))
-            over = evaluation.defined(a)
-            under = evaluation.defined(b)
-            if over is None or under is None or under == 0:
+            numerator = evaluation.defined(a)
+            denominator = evaluation.defined(b)
+            if numerator is None or denominator is None or denominator == 0:
                 continue
-            if isinstance(over, Fraction) and isinstance(under, Fraction):
-                quotients.append(over / under)
-            elif _is_long(over) or _is_long(under):
+            if isinstance(numerator, Fraction) and isinstance(denominator, Fraction):
+                quotients.append(numerator / denominator)
+            elif _is_long(numerator) or _is_long(denominator):
                 continue
             else:
-                quotients.append(floating(over) / floating(under))
+                quotients.append(floating(numerator) / floating(denominator))
             if not evaluation.close(quotients[0], quotients[-1], is_final=True) or quotients[0] in _NO_FACTORS:
                 return None
-            if index + 1 >= points.least and len(quotients) >= _AGREEMENTS:
+            if tested >= points.least and len(quotients) >= _AGREEMENTS:
                 break
     if len(quotients) < _AGREEMENTS:
         return None
@@ -378,8 +380,9 @@ def _around_borders(name: str, borders: list[Node], counts: bool, has_steps: boo
     edges = list(dict.fromkeys(edges))[:_MOST_BORDERS]
     largest = 1 + max(map(abs, edges), default=Fraction(0))
     draw = random.Random(name)
-    odd = [Fraction(2 * draw.randrange(512) + 1, 1024) for _ in range(16)]
-    beyond = [largest * (1 + 16 * distance) for distance in odd[:3]]
+    # Distances between 0 and 1, whose odd numerators keep the values off whole numbers.
+    distances = [Fraction(2 * draw.randrange(512) + 1, 1024) for _ in range(16)]
+    beyond = [largest * (1 + 16 * distance) for distance in distances[:3]]
     values = _with_negatives(beyond)
     if counts:
         values = [Fraction(round(value)) for value in values]
@@ -388,9 +391,10 @@ def _around_borders(name: str, borders: list[Node], counts: bool, has_steps: boo
             multiple = times * math.floor(edge)
             values += [Fraction(multiple - 1), Fraction(multiple), Fraction(multiple + 1)]
     else:
-        values += _with_negatives([4 * distance for distance in odd[3:8]])
+        values += _with_negatives([4 * distance for distance in distances[3:8]])
+        near_edges = _with_negatives([distances[8], distances[9] / 128])
         for edge in edges:
-            values += [edge + distance for distance in _with_negatives([odd[8], odd[9] / 128])]
+            values += [edge + distance for distance in near_edges]
         if has_steps:
             values += edges
             values += map(Fraction, range(-4, 5))
@@ -410,6 +414,7 @@ def _first_value(name: str, index: int, counts: bool) -> Fraction:
     odd = 2 * draw.randrange(1, 512) + 1  # With an even denominator, the value is no odd root as an exponent.
     sign = draw.choice((-1, 1))
     fractions = [Fraction(odd, 256), Fraction(odd, 1024), Fraction(sign * odd, 1024), Fraction(odd, 32)]
+    # The kinds of the _FEW_POINTS first values: the fractions twice, then integers.
     integers = [draw.randrange(1, most) for most in (12, 12, 7, 5)]
     integers += [draw.choice((-1, 1)) * draw.randrange(1, 9) for _ in range(2)]
     values = fractions + fractions + integers

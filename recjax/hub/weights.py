@@ -294,11 +294,13 @@ def _stored_tensors(folder: Path, written: dict) -> dict[str, _StoredTensor]:
     names = _names_in_family(files, written)
     skipped = sorted(files.keys() - names.values())
     if skipped:
-        is_multimodal = written["model_type"] in CONTAINERS
+        part = "the predictor of the next token"
+        if written["model_type"] in CONTAINERS:
+            part = "the text half"
         _warn_once(
             "%s: recjax reads %s of this %s model and skips %d other tensors, such as %s; exports have only that part",
             folder,
-            "the text half" if is_multimodal else "the predictor of the next token",
+            part,
             written["model_type"],
             len(skipped),
             skipped[0],
@@ -361,9 +363,12 @@ def _check_layers(folder: Path, written: dict, tensors: dict[str, _StoredTensor]
         return
     if not 0 < layers <= MOST_LAYERS:
         raise UserError("num_hidden_layers", f"takes 1 to {MOST_LAYERS}", "correct config.json", value=layers)
-    matches = [re.match(r"model\.layers\.(\d{1,9})\.", name) for name in tensors]
-    stored_layers = max((int(match[1]) + 1 for match in matches if match is not None), default=None)
-    if stored_layers is not None and stored_layers != layers:
+    stored_layers = 0
+    for name in tensors:
+        match = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        if match:
+            stored_layers = max(stored_layers, int(match[1]) + 1)
+    if stored_layers and stored_layers != layers:
         raise UserError(
             problem=f"num_hidden_layers = {layers}, but the weights in {folder} have {stored_layers} layers",
             remedy="use the config.json that belongs to them",
@@ -551,15 +556,17 @@ def read_params(folder: Path, config: DecoderConfig, scores: bool = False) -> di
         tensors = {name: stored[stored_name] for name, stored_name in names_in_family.items()}
         if config.tie_embeddings and _EMBEDDING not in tensors and _HEAD in tensors:
             tensors[_EMBEDDING] = tensors[_HEAD]
-        parts = _split_joint_experts(tensors, config) if config.experts else {}
+        parts = {}
+        if config.experts:
+            parts = _split_joint_experts(tensors, config)
         expected = set()
         for names_of_path in names.values():
             expected.update(names_of_path)
         _check_names(folder, expected, tensors)
         sources = _Sources(tensors, parts)
-        params = {
-            path: _read_param(path, leaf.shape, names[path], sources, fused.get(path)) for path, leaf in leaves.items()
-        }
+        params = {}
+        for path, leaf in leaves.items():
+            params[path] = _read_param(path, leaf.shape, names[path], sources, fused.get(path))
     return unflatten(params)
 
 
@@ -667,12 +674,14 @@ def adapter_fields(path: str | Path) -> dict[str, Any]:
         fields = dict(json.loads(file.read_text(encoding="utf-8-sig")))
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(file, f"is no adapter config ({error})", "fetch the file again") from error
-    supported = dict.fromkeys(fields.keys() - _ADAPTER_FIELDS, (None, False)) | _ADAPTER_FIXED
-    for name, values in supported.items():
-        value = fields.get(name, values[0])
+    supported_values = dict.fromkeys(fields.keys() - _ADAPTER_FIELDS, (None, False)) | _ADAPTER_FIXED
+    for name, supported in supported_values.items():
+        default = supported[0]
+        value = fields.get(name, default)
         if name == "target_parameters":
+            # recjax computes adapters of these parameters, so only other parameters are refused.
             value = [parameter for parameter in value or () if str(parameter).split(".")[-1] not in _JOINT_EXPERTS]
-        if value not in values and value not in ([], {}):
+        if value not in supported and value not in ([], {}):
             raise UserError(
                 f"{file}: {name}",
                 "recjax does not compute such adapters",
@@ -719,16 +728,18 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
     leaves = flatten(abstract_params(plain))
     fused = fused_rows(plain)
     usual_scale = fields["lora_alpha"] / _rank_divisor(fields, fields["r"])
-    stored: dict[str, np.ndarray] = {}
-    stored_names: dict[Any, str] = {}
+    tensors: dict[str, np.ndarray] = {}  # by their names in the family
+    stored_names: dict[Any, str] = {}  # from names in the family to names in the file
     with _opened(file) as opened:
         for stored_name in opened.keys():
             name: Any = text_name(stored_name.removeprefix(_ADAPTER_PREFIX))
             shape = tuple(opened.get_slice(stored_name).get_shape())
             stored_names[name] = stored_name
-            stored[name] = _read(_OpenTensor(file, opened, stored_name), shape).astype(np.float32)
-    joint_parameters = _split_experts(stored, fields, plain) if plain.experts else {}
-    unread = set(stored)
+            tensors[name] = _read(_OpenTensor(file, opened, stored_name), shape).astype(np.float32)
+    joint_parameters = {}
+    if plain.experts:
+        joint_parameters = _split_joint_adapters(tensors, fields, plain)
+    unread = set(tensors)
     adapters: dict[tuple[str, int], _Factors] = {}  # a key is a kernel and an index in its stack
     for kernel, names in tensor_names(plain).items():
         if not kernel.endswith("/kernel") or _target(kernel) not in _TARGETS:
@@ -739,38 +750,46 @@ def load_adapter(path: str | Path, config: DecoderConfig) -> tuple[LoraConfig, d
             module = name.removesuffix(".weight")
             a_name = f"{module}.lora_A.weight"
             b_name = f"{module}.lora_B.weight"
-            if a_name not in stored and b_name not in stored:
+            if a_name not in tensors and b_name not in tensors:
                 continue
-            module_in_base = stored_names.get(a_name, a_name).removeprefix(_ADAPTER_PREFIX)
-            module_in_base = module_in_base.removesuffix(".lora_A.weight")
-            module_in_base = joint_parameters.get(module, module_in_base)
+            if module in joint_parameters:
+                module_in_base = joint_parameters[module]
+            else:
+                stored_a_name = stored_names.get(a_name, a_name)
+                module_in_base = stored_a_name.removeprefix(_ADAPTER_PREFIX).removesuffix(".lora_A.weight")
             rank = _module_value(fields, "rank_pattern", module_in_base, fields["r"])
-            for tensor, shape in ((a_name, (rank, inputs)), (b_name, (count, rank))):
-                stored_shape = stored[tensor].shape if tensor in stored else "none"
+            for tensor_name, shape in ((a_name, (rank, inputs)), (b_name, (count, rank))):
+                stored_shape = "none"
+                if tensor_name in tensors:
+                    stored_shape = tensors[tensor_name].shape
                 if stored_shape != shape:
                     raise UserError(
                         file,
-                        f"tensor {tensor!r} has shape {stored_shape}, but {_ADAPTER_CONFIG} and the model ask for"
+                        f"tensor {tensor_name!r} has shape {stored_shape}, but {_ADAPTER_CONFIG} and the model ask for"
                         f" {shape}",
                         f"set model.path to the adapter's base, {fields.get('base_model_name_or_path')!r}",
                     )
             unread -= {a_name, b_name}
-            a = stored[a_name]
-            b = stored[b_name]
+            a = tensors[a_name]
+            b = tensors[b_name]
+            kernel_b = b[rows]
             # Other kernels of a fused tensor use the other columns of B. Columns that no kernel uses yet, because B
             # starts at zero, are kept for each of them.
-            is_used = b[rows].any(0)
+            is_used = kernel_b.any(0)
             is_untrained = ~b.any(0) & a.any(1)
             kept = is_used | is_untrained
-            scale = _module_value(fields, "alpha_pattern", module_in_base, fields["lora_alpha"])
-            scale = scale / _rank_divisor(fields, rank)
-            adapters[kernel, index] = _Factors(a[kept].T, b[rows][:, kept].T * np.float32(scale / usual_scale))
+            alpha = _module_value(fields, "alpha_pattern", module_in_base, fields["lora_alpha"])
+            scale = alpha / _rank_divisor(fields, rank)
+            adapters[kernel, index] = _Factors(
+                a=a[kept].T,
+                b=kernel_b[:, kept].T * np.float32(scale / usual_scale),
+            )
     largest_rank = max((len(factors.b) for factors in adapters.values()), default=0)
     if unread or not largest_rank:
-        name = min((stored_names.get(name, name) for name in unread), default="none")
+        first_unread = min((stored_names.get(name, name) for name in unread), default="none")
         raise UserError(
             file,
-            f"tensor {name!r} adapts no projection of the decoder ({', '.join(_TARGETS)})",
+            f"tensor {first_unread!r} adapts no projection of the decoder ({', '.join(_TARGETS)})",
             "merge the adapter into its base with PEFT's merge_and_unload and set model.path to the result",
         )
     adapted_targets = {_target(kernel) for (kernel, _), factors in adapters.items() if len(factors.b)}
@@ -812,19 +831,23 @@ def _adapter_params(config: DecoderConfig, adapters: dict[tuple[str, int], _Fact
         if _target(kernel) not in config.lora.targets:
             continue
         rank = len(b)
-        a_stack = params[kernel.replace("/kernel", "_lora_a/kernel")]
-        b_stack = params[kernel.replace("/kernel", "_lora_b/kernel")]
-        # These reshapes are views of the parameters.
-        a_stack.reshape(-1, *a_stack.shape[-2:])[index][:, :rank] = a
-        b_stack.reshape(-1, *b_stack.shape[-2:])[index][:rank] = b
+        a_param = params[kernel.replace("/kernel", "_lora_a/kernel")]
+        b_param = params[kernel.replace("/kernel", "_lora_b/kernel")]
+        # The reshaped arrays are views, so the assignments change the parameters.
+        a_stack = a_param.reshape(-1, *a_param.shape[-2:])
+        b_stack = b_param.reshape(-1, *b_param.shape[-2:])
+        a_stack[index][:, :rank] = a
+        b_stack[index][:rank] = b
     return unflatten(params)
 
 
-def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderConfig) -> dict[str, str]:
-    """Replaces PEFT's adapters of all experts of a layer by adapters of each projection of each expert, in `stored`.
+def _split_joint_adapters(tensors: dict[str, np.ndarray], fields: dict, config: DecoderConfig) -> dict[str, str]:
+    """Replaces each adapter of all experts of a layer by one for each projection of each expert.
+
+    PEFT writes such an adapter for a parameter that stacks the experts. This function changes `tensors`.
 
     Returns:
-        The name of PEFT's parameter, by the name of the projection's module.
+        The name of the stacked parameter in the base, by the name of the projection's module.
     """
     assert config.experts is not None
     count = config.experts.count
@@ -835,18 +858,19 @@ def _split_experts(stored: dict[str, np.ndarray], fields: dict, config: DecoderC
     for layer in range(config.num_layers):
         joint_experts = f"model.layers.{layer}.mlp.experts"
         for parameter, wrapper in zip(outermost_first, ("", ".base_layer"), strict=False):
-            a = stored.pop(f"{joint_experts}{wrapper}.lora_A.weight", None)
-            b = stored.pop(f"{joint_experts}{wrapper}.lora_B.weight", None)
+            a = tensors.pop(f"{joint_experts}{wrapper}.lora_A.weight", None)
+            b = tensors.pop(f"{joint_experts}{wrapper}.lora_B.weight", None)
             if a is None or b is None or len(a) % count:
                 continue
+            # PEFT stores A as [experts × rank, inputs], and B as [outputs, rank × experts].
             a = a.reshape(count, -1, a.shape[-1])
             b = np.moveaxis(b.reshape(len(b), -1, count), 2, 0)
             projections = _JOINT_EXPERTS[parameter]
             for projection, rows in zip(projections, np.split(b, len(projections), 1), strict=True):
                 for expert in range(count):
                     name = f"model.layers.{layer}.{module}.experts.{expert}.{EXPERT_MODULES[module][projection]}"
-                    stored[f"{name}.lora_A.weight"] = a[expert]
-                    stored[f"{name}.lora_B.weight"] = rows[expert]
+                    tensors[f"{name}.lora_A.weight"] = a[expert]
+                    tensors[f"{name}.lora_B.weight"] = rows[expert]
                     parameters[name] = f"{joint_experts}.{parameter}"
     return parameters
 
@@ -946,10 +970,14 @@ def _read(tensor: _OpenTensor, shape: tuple[int, ...], index: slice | tuple[slic
             f"tensor {tensor.name!r} has dtype {header.get_dtype()}",
             "save it as float32, float16 or bfloat16",
         )
-    values = tensor.opened.get_tensor(tensor.name) if index is None else header[index]
+    if index is None:
+        values = tensor.opened.get_tensor(tensor.name)
+    else:
+        values = header[index]
     # Only NaN and infinite numbers have all exponent bits set. Reading these bits avoids slow conversions of bfloat16.
-    exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
-    bits = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)
-    if values.size and int((bits & bits.dtype.type(exponent)).max()) >= exponent:
+    exponent_mask = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
+    integers = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16)
+    exponents = integers & integers.dtype.type(exponent_mask)
+    if values.size and int(exponents.max()) == exponent_mask:
         raise UserError(tensor.file, f"tensor {tensor.name!r} has NaN or infinite values", "fetch the file again")
     return values

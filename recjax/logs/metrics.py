@@ -191,9 +191,12 @@ def _show(bar: tqdm, row: dict[str, Any]) -> None:
     if "ratio/q01" in row:
         shown["ratio"] = f"{row['ratio/q01']:.2f}–{row['ratio/q99']:.2f}"
         shown["clip"] = f"{row['clip_fraction/all']:.2f}"
-    measure = "accuracy" if "evaluation/accuracy" in row else "reward"
-    if f"evaluation/{measure}" in row and hosts.is_first():
-        bar.write(f"step {row['step']}: held-out {measure} {row[f'evaluation/{measure}']:.3f}")
+    measure = "reward"
+    if "evaluation/accuracy" in row:
+        measure = "accuracy"
+    held_out = row.get(f"evaluation/{measure}")
+    if held_out is not None and hosts.is_first():
+        bar.write(f"step {row['step']}: held-out {measure} {held_out:.3f}")
     bar.set_postfix(shown, refresh=False)
     bar.update()
 
@@ -302,10 +305,12 @@ def _groups_with_equal_rewards(batch: Batch, completions: np.ndarray) -> np.ndar
 def task_metrics(rows: Iterable[tuple[Mapping[str, Any], bool | None, float | None]]) -> dict[str, float]:
     """The mean accuracy and reward of each task in a mixture, and of each agent seat.
 
-    A name has no accuracy if a completion has no verdict, and no reward if no completion has one.
+    A task or seat has no accuracy if one of its completions has no verdict, and no reward if none of its completions
+    has a reward.
 
     Args:
-        rows: a mapping with the completion's `task` and `seat`, if it has them; its accuracy and its reward, or None.
+        rows: of each completion, a mapping with its `task` and `seat`, if it has them; its accuracy, or None; and its
+            reward, or None.
     """
     accuracies: dict[str, list] = defaultdict(list)
     rewards: dict[str, list] = defaultdict(list)

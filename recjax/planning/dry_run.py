@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import math
 import shlex
 import sys
 from collections import Counter
@@ -91,7 +92,14 @@ def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
     Raises:
         UserError: an invalid config.
     """
-    result = DryRun(*programs.resolve_shapes(config))
+    resolved = programs.resolve_shapes(config)
+    result = DryRun(
+        model=resolved.model,
+        task=resolved.task,
+        prompt_tokens=resolved.prompt_tokens,
+        notes=resolved.notes,
+        missing=resolved.missing,
+    )
     if result.model:
         result = _with_memory(result, config, result.model, devices)
     regime = config.regime
@@ -123,17 +131,21 @@ def _with_memory(result: DryRun, config: Config, model: Model, devices: Devices 
     warn_of_context(config, prompt_tokens or 0)
     if devices:
         mesh = make_mesh(config.mesh, devices.count)
+        usable = devices.usable
+        platform = devices.platform
     else:
         mesh = make_mesh(MeshConfig(), 1)
+        usable = None
+        platform = None
     check_fits(mesh, model.decoder.config)
     memory, activations = memory_items(
         config,
         model,
         prompt_tokens,
         mesh,
-        usable=devices.usable if devices else None,
+        usable=usable,
         remats=tuple(REMAT),
-        platform=devices.platform if devices else None,
+        platform=platform,
     )
     if not prompt_tokens:
         result.notes.append("memory of sampling and of the update; set rollout.max_prompt_tokens")
@@ -282,7 +294,7 @@ def update_items(
     if vocabulary % tensor == 0:
         vocabulary //= tensor
     copies = 4
-    if config.algorithm.build().teacher_divergence is not None:  # a teacher has scores too
+    if config.algorithm.build().teacher_divergence is not None:  # A teacher's scores need the same memory again.
         copies = 8
     items = [
         Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * gradients),
@@ -302,7 +314,7 @@ def _micro_batch(config: Config, prompt_tokens: int, shards: int) -> _MicroBatch
     shape = programs.minibatch_shape(config, prompt_tokens)
     if is_packed(config, shape):
         rows, time = shape_for(config, shape, shards)
-        rows = -(-rows // shards)
+        rows = math.ceil(rows / shards)
         return _MicroBatch(
             inputs=[jax.ShapeDtypeStruct((rows, time), jnp.int32)] * 4,
             tokens=rows * time,
@@ -310,7 +322,7 @@ def _micro_batch(config: Config, prompt_tokens: int, shards: int) -> _MicroBatch
             logprobs=packed_logprobs,
         )
     parts = config.micro_batches(shape.positions, shards) * shards
-    shape = shape._replace(prompts=-(-shape.prompts // parts))
+    shape = shape._replace(prompts=math.ceil(shape.prompts / parts))
     batch = batch_arrays(shape)
     assert shape.group is not None
     rows = shape.prompts * shape.group
@@ -363,10 +375,12 @@ def checkpoint_bytes(config: Config, model: Model, prompt_tokens: int) -> int:
     saved = [arrays["trained parameters"].tree, arrays["optimizer's state"].tree]
     if programs.keeps_copy(config):
         saved.append(to_compute_with(model.decoder, model.trained))
-    # Token ids and masks of prompts and completions, and log-probs of completions.
     shape = sampled_shape(config, prompt_tokens)
-    prompt_positions = shape.prompts * (1 if shape.group is None else shape.prompt_time)
-    batch = prompt_positions * 5 + shape.rows * shape.time * 9
+    prompt_time = shape.prompt_time
+    if shape.group is None:
+        prompt_time = 1
+    # A prompt's token has an int32 id and a bool mask; a completion's token also has a float32 log-prob.
+    batch = shape.prompts * prompt_time * 5 + shape.rows * shape.time * 9
     batches = config.regime.sync_offset
     if config.training.updates > 1:  # a checkpoint between two updates also holds the batch
         batches += 1
@@ -454,7 +468,7 @@ def warn_of_memory(setup: Setup) -> None:
         logger.debug("no estimate of the run's memory", exc_info=True)
         return
     phases = phase_bytes(items)
-    phase = max(phases, key=phases.__getitem__)
+    phase = max(phases, key=lambda name: phases[name])
     if phases[phase] <= available or not hosts.is_first():
         return
     changes = [change for change, _ in smaller(config, prompt_tokens, mesh, {phase})]

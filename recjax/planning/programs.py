@@ -3,6 +3,7 @@
 Dry runs and compile checks read the same shapes. This file reads no weights.
 """
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -99,10 +100,26 @@ class Program(NamedTuple):
     refusal: str | None = None
 
 
-def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | None, list[str], list[str]]:
-    """The model's shapes, the task, the length of prompts, notes on unknown values, and what is missing.
+class Resolved(NamedTuple):
+    """A config's model and task, as far as their files are on this machine or can be downloaded.
 
-    Missing are files that are neither here nor can be downloaded; without them the run cannot start.
+    Attributes:
+        model: None if a file is missing.
+        task: None if a file is missing.
+        prompt_tokens: tokens of the longest prompt; None: unknown.
+        notes: values that only the run itself determines, in words.
+        missing: an error for each missing file, without which the run cannot start.
+    """
+
+    model: Model | None
+    task: Task | None
+    prompt_tokens: int | None
+    notes: list[str]
+    missing: list[str]
+
+
+def resolve_shapes(config: Config) -> Resolved:
+    """Finds the shapes of a run's model, its task and the length of its prompts; reads no weights.
 
     Raises:
         UserError: an invalid config.
@@ -112,7 +129,8 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
     missing = []
     model = None
 
-    def reached(load: Callable) -> Any:
+    def load_or_report(load: Callable[[], Any]) -> Any:
+        """The function's result; None if a download failed, which adds the error to `missing`."""
         try:
             return load()
         except UserError as error:
@@ -122,69 +140,78 @@ def resolve_shapes(config: Config) -> tuple[Model | None, Task | None, int | Non
             missing.append(str(error))
             return None
 
-    def tokenizer():
-        if config.model.path:
-            return load_tokenizer(config.model.path, config.model.chat_date)
-        assert config.model.decoder is not None
-        known = config.model.decoder.characters
-        if not known:
-            known = characters([*task.train, *task.evaluation])
-        return character_tokenizer(known)
-
-    def shapes() -> Model:
-        if config.model.path:
-            shape = read_config(model_folder(config.model.path, ("config.json",)))
-        else:
-            assert config.model.decoder is not None
-            shape = scratch_config(config.model.decoder, len(tokenizer()))
-        if config.model.lora:
-            shape = adapted(shape, config.model.lora)
-        decoder = Decoder(
-            shape,
-            compute_dtype(config.model.dtype),
-            config.model.remat,
-            replays_routing=config.rollout.record_routing,
-        )
-        trained, frozen = split_params(abstract_params(shape), config.model)
-        return Model(decoder, trained, frozen)
-
-    task = reached(lambda: load_task(config))
+    task = load_or_report(lambda: load_task(config))
     reference = config.model.reference
     if reference and not Path(reference).exists():
-        reached(lambda: model_folder(reference, ("config.json",)))
+        load_or_report(lambda: model_folder(reference, ("config.json",)))
     if config.task.keep:
         notes.append("number of problems to train on: task.keep measures pass rates when the run starts")
     # A decoder made from scratch has the task's characters as its vocabulary.
     if config.model.path or task:
-        model = reached(shapes)
+        model = load_or_report(lambda: _model_shapes(config, task))
     prompt_tokens = config.rollout.max_prompt_tokens
-    encoder = None
+    tokenizer = None
     if model and task:
         try:
-            encoder = tokenizer()
+            tokenizer = _tokenizer(config, task)
         except UserError as error:
             if prompt_tokens is None:
                 missing.append(str(error))
             else:
                 notes.append(f"whether all prompts fit rollout.max_prompt_tokens = {prompt_tokens} ({error})")
-    if encoder:
-        set_template_kwargs(encoder, config.model.chat_template_kwargs)
+    if tokenizer:
+        set_template_kwargs(tokenizer, config.model.chat_template_kwargs)
         assert model is not None
-        train, held_out = prompts_of(config, Policy(model.decoder, encoder, ()), task)
+        train, held_out = prompts_of(config, Policy(model.decoder, tokenizer, ()), task)
         task = task._replace(train=train.problems, evaluation=held_out.problems)
         prompt_tokens = train.tokens.shape[1]
-    return model, task, prompt_tokens, notes, missing
+    return Resolved(model=model, task=task, prompt_tokens=prompt_tokens, notes=notes, missing=missing)
+
+
+def _model_shapes(config: Config, task: Task | None) -> Model:
+    """The decoder and the shapes of its parameters.
+
+    Args:
+        task: task whose characters are the vocabulary of a decoder made from scratch.
+    """
+    if config.model.path:
+        shape = read_config(model_folder(config.model.path, ("config.json",)))
+    else:
+        assert config.model.decoder is not None
+        shape = scratch_config(config.model.decoder, len(_tokenizer(config, task)))
+    if config.model.lora:
+        shape = adapted(shape, config.model.lora)
+    decoder = Decoder(
+        shape,
+        compute_dtype(config.model.dtype),
+        config.model.remat,
+        replays_routing=config.rollout.record_routing,
+    )
+    trained, frozen = split_params(abstract_params(shape), config.model)
+    return Model(decoder, trained, frozen)
+
+
+def _tokenizer(config: Config, task: Task | None) -> Any:
+    """The model's tokenizer; a decoder made from scratch has a token for each character of the task or the config."""
+    if config.model.path:
+        return load_tokenizer(config.model.path, config.model.chat_date)
+    assert config.model.decoder is not None
+    known = config.model.decoder.characters
+    if not known:
+        assert task is not None
+        known = characters([*task.train, *task.evaluation])
+    return character_tokenizer(known)
 
 
 def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     """Arrays that the loop keeps all the time, by name; offline, the sampler's copy holds the initial weights."""
     optimizer = make_optimizer(config.optimizer, config.model.average_rate)
-    formula = "Adam's two moments: 8 B × trained"
+    state_formula = "Adam's two moments: 8 B × trained"
     if config.optimizer.name != ADAMW or config.optimizer.options:
-        formula = f"state of {config.optimizer.name}"
+        state_formula = f"state of {config.optimizer.name}"
     if config.model.average_rate is not None:
-        formula += "; the teacher's average: 4 B × trained"
-    state = Held(formula, jax.eval_shape(optimizer.init, model.trained))
+        state_formula += "; the teacher's average: 4 B × trained"
+    state = Held(state_formula, jax.eval_shape(optimizer.init, model.trained))
     size = jnp.dtype(model.decoder.dtype).itemsize
     parts = {
         "trained parameters": Held("4 B × trained", model.trained),
@@ -193,15 +220,17 @@ def resident_arrays(config: Config, model: Model) -> dict[str, Held]:
     }
     copy = Held(f"{size} B × trained", to_compute_with(model.decoder, model.trained))
     needs_reference = config.algorithm.build().needs_reference
-    reads_start = config.evaluation.initial_kl
-    if needs_reference and not config.model.reference:
-        reads_start = True
+    has_reference_model = bool(config.model.reference)
+    # Without a reference model, the reference policy is the initial policy.
+    reads_start = config.evaluation.initial_kl or (needs_reference and not has_reference_model)
     if reads_start:
         parts[START] = copy
-    if needs_reference and config.model.reference:
+    if needs_reference and has_reference_model:
         all_params = combine(model.trained, model.frozen)
         parts[REFERENCE] = Held(f"{size} B × (trained + frozen)", to_compute_with(model.decoder, all_params))
-    if keeps_copy(config) and not (reads_start and config.regime.offline):
+    # Offline, the sampler reads the START arrays if the run keeps them.
+    samples_from_start = config.regime.offline and reads_start
+    if keeps_copy(config) and not samples_from_start:
         parts[COPY] = copy
     older = config.task.most_older_versions(config.training.steps)
     if older:
@@ -275,9 +304,11 @@ def plan(config: Config, target: Target) -> Plan:
     model = model._replace(decoder=decoder.clone(**options))
     mesh = make_mesh(config.mesh, target.devices)
     check_fits(mesh, decoder.config)
-    on_mesh = {name: laid_out_by_rules(mesh, held.tree) for name, held in resident_arrays(config, model).items()}
-    name, weights = sampled_from(config, model)
-    sampler = {name: laid_out_by_rules(mesh, weights)}
+    on_mesh = {}
+    for held_name, held in resident_arrays(config, model).items():
+        on_mesh[held_name] = laid_out_by_rules(mesh, held.tree)
+    sampler_name, weights = sampled_from(config, model)
+    sampler = {sampler_name: laid_out_by_rules(mesh, weights)}
     free = target.memory - bytes_on_device(on_mesh | sampler)
     platform = target.devices[0].platform
     sampling_plan = sampling_of(config, model.decoder, mesh, prompt_tokens, free=free, platform=platform)
@@ -359,17 +390,19 @@ def compiled(plan: Plan, program: str) -> Program:
         if plan.target.devices[0].platform != "tpu":
             # On a TPU, the sum of temporaries exceeds the largest part that exists at the same time.
             lasting = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-            peak = max(peak, lasting + memory.temp_size_in_bytes)
+            sum_of_parts = lasting + memory.temp_size_in_bytes
+            peak = max(peak, sum_of_parts)
         peaks.append(executable.also_held + peak)
     return Program(max(peaks) - arguments, time.perf_counter() - started)
 
 
 def needed_by(refusal: str) -> int:
-    """The number of bytes in the compiler's error about a program that is too large."""
+    """The number of bytes in the compiler's error about a program that is too large; 0 if the error names none."""
     for pattern in (r"Used ([\d.]+)([KMGT])", r"\(([\d.]+)([KMGT])\) exceeds"):
         size = re.search(pattern, refusal)
         if size:
-            return int(float(size[1]) * 1024 ** ("KMGT".index(size[2]) + 1))
+            number, unit = size.groups()
+            return int(float(number) * 1024 ** ("KMGT".index(unit) + 1))
     return 0
 
 
@@ -383,8 +416,8 @@ def traced_score(plan: Plan) -> jax.stages.Traced:
         plan.model.decoder,
         combine(trained, frozen),
         batch,
-        config.rollout.sampling(),
-        config.model.logprob_chunk,
+        sampling=config.rollout.sampling(),
+        chunk=config.model.logprob_chunk,
     )
 
 
@@ -408,13 +441,13 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
     arrays = with_top_tokens(arrays, top_tokens)
     if config.task.teacher_template:
         assert config.task.teacher_tokens is not None
-        arrays = with_teacher_prompts(arrays, (), (), config.task.teacher_tokens)
+        arrays = with_teacher_prompts(arrays, rows=(), prompts=(), room=config.task.teacher_tokens)
     batch = jax.tree.map(lambda array: laid_out(plan.mesh, array.shape, array.dtype, ROWS), arrays)
-    rows = None
+    minibatch_rows = None
     if minibatches > 1:
-        rows = laid_out(plan.mesh, (shape.rows,), bool)
+        minibatch_rows = laid_out(plan.mesh, (shape.rows,), bool)
     if not _is_packed(plan):
-        return batch, Layout(parts, None, rows, minibatches)
+        return batch, Layout(parts, packed=None, rows=minibatch_rows, minibatches=minibatches)
     row_shape = _packed_shape(plan)
     packed_rows = laid_out(plan.mesh, (most_iterations(plan), row_shape.rows, row_shape.tokens), jnp.int32)
     packed = Packed(
@@ -425,7 +458,7 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
         places=laid_out(plan.mesh, (shape.rows, shape.time), jnp.int32),
         count=laid_out(plan.mesh, (), jnp.int32),
     )
-    return batch, Layout(1, packed, rows, minibatches)
+    return batch, Layout(parts=1, packed=packed, rows=minibatch_rows, minibatches=minibatches)
 
 
 def traced_update(plan: Plan) -> jax.stages.Traced:
@@ -456,7 +489,8 @@ def traced_update(plan: Plan) -> jax.stages.Traced:
 def padded_prompts(plan: Plan, parts: int = 1) -> int:
     """Number of prompts of a minibatch, padded so that each micro-batch has equally many on every device."""
     multiple = parts * row_shards(plan.mesh)
-    return -(-minibatch_shape(plan.config, plan.prompt_tokens).prompts // multiple) * multiple
+    prompts = minibatch_shape(plan.config, plan.prompt_tokens).prompts
+    return math.ceil(prompts / multiple) * multiple
 
 
 def minibatch_shape(config: Config, prompt_tokens: int) -> Shape:
@@ -487,7 +521,7 @@ def most_iterations(plan: Plan) -> int:
         return 1
     if plan.config.algorithm.build().compares_completions and shape.group is not None:
         return shape.prompts
-    return -(-shape.rows // _packed_shape(plan).rows)
+    return math.ceil(shape.rows / _packed_shape(plan).rows)
 
 
 def _is_packed(plan: Plan) -> bool:

@@ -83,10 +83,11 @@ def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] |
     """
     signs = signs or {}
     panels = list(_TRAINING)
-    if not any(_differ(row, "reward", "accuracy") for row in rows) and not any(
-        _differ(row, "evaluation/reward", "evaluation/accuracy") for row in rows
-    ):
-        panels[:2] = [_ACCURACY._replace(name="accuracy = reward\n(share)")]
+    differ_in_training = any(_differ(row, "reward", "accuracy") for row in rows)
+    differ_in_evaluation = any(_differ(row, "evaluation/reward", "evaluation/accuracy") for row in rows)
+    if not differ_in_training and not differ_in_evaluation:
+        # One panel replaces those of accuracy and reward, the first two.
+        panels = [_ACCURACY._replace(name="accuracy = reward\n(share)"), *_TRAINING[2:]]
     drawn, note = _with_content(panels, rows)
     marked = [f"from step {step} (dotted line): {words}" for words, step in signs.items()]
     figure, grid = _grid(len(drawn), "\n".join([title, *marked]))
@@ -120,12 +121,14 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
         lines[name] = {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
     left_out = Panel("left out so far\n(groups, rows)", lines, (0, None), 0)
     drawn, note = _with_content([left_out, _RATIO, _SIZE], rows)
-    figure, grid = _grid(len(drawn) + (len(ages) > 1) + (len(counts.columns) > 1), title)
-    if len(ages) > 1:
+    has_ages_panel = len(ages) > 1
+    has_sources_panel = len(counts.columns) > 1
+    figure, grid = _grid(len(drawn) + has_ages_panel + has_sources_panel, title)
+    if has_ages_panel:
         _draw_ages(next(grid), ages)
     else:
         note += [f"staleness in all steps: {age}" for age in ages]
-    if len(counts.columns) > 1:
+    if has_sources_panel:
         _draw_sources(next(grid), _series(batches, "step"), counts)
     else:
         note += [f"source of all rows: {name}" for name in counts]

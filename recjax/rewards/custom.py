@@ -65,8 +65,20 @@ class Answered(NamedTuple):
         opening: str | None = None,
     ) -> "Answered":
         """A completion of a problem; the fields describe further arguments."""
-        chat = None if isinstance(problem.prompt, str) else problem.prompt
-        return cls(prompt, completion, problem.answer, problem.columns, length, opening, problem.task, id, chat)
+        chat = None
+        if not isinstance(problem.prompt, str):
+            chat = problem.prompt
+        return cls(
+            prompt,
+            completion,
+            problem.answer,
+            problem.columns,
+            length,
+            opening=opening,
+            task=problem.task,
+            id=id,
+            chat=chat,
+        )
 
 
 LISTS = ("prompts", "completions", "answers", "columns")  # lists by position, in this order
@@ -86,14 +98,18 @@ class _Form(NamedTuple):
 
 
 def _form(reward: Reward) -> _Form:
-    """The call that the function's parameters ask for; a parameter with a list's name gets only that list."""
+    """The form of call that the function's parameters ask for.
+
+    The lists are LISTS, the problems' columns, and the answers once more under the name of their column. A parameter
+    with a list's name gets only that list, also if it stands at the position of a different list.
+    """
     try:
         parameters = inspect.signature(reward.function).parameters.values()
     except (TypeError, ValueError):  # Some functions of C have no signature.
         return _Form(list(LISTS[:3]), {}, False)
     ordered = []
     named = {}
-    options = set()
+    with_default = set()
     takes_rest = False
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -101,29 +117,31 @@ def _form(reward: Reward) -> _Form:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             named[parameter.name] = parameter
         if parameter.default is not parameter.empty and parameter.default is not None:
-            options.add(parameter.name)
+            with_default.add(parameter.name)
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_rest = True
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         ordered += LISTS[len(ordered) :]
-    names = {*LISTS, *(reward.columns or ()), reward.answer}
-    # Each position has the names that it does not take: parameters with these names get their list by name.
-    names_elsewhere = [
-        names - {"prompts"},
-        names - {"completions"},
-        names - {"answers", reward.answer},
-        # A parameter such as threshold=0.5 keeps its default.
-        (names | options) - {"columns"},
-    ]
+    list_names = {*LISTS, *(reward.columns or ()), reward.answer}
     by_position = []
-    for name, other_names in zip(ordered, names_elsewhere, strict=False):
-        if name in other_names:
+    for position, name in zip(LISTS, ordered, strict=False):
+        own_names = {position}
+        if position == "answers":
+            own_names.add(str(reward.answer))
+        names_other_list = name in list_names and name not in own_names
+        # A parameter such as threshold=0.5 at the position of the columns keeps its default.
+        keeps_default = position == "columns" and name in with_default and name not in own_names
+        if names_other_list or keeps_default:
             break
         by_position.append(name)
-    is_trl = takes_rest and by_position[:1] == ["prompts"] and by_position[2:3] != ["answers"]
-    if "completions" in named and (is_trl or len(by_position) < 3):
+    # score(prompts, completions, answers, **columns) has recjax's signature.
+    has_trl_signature = takes_rest and by_position[:1] == ["prompts"] and by_position[2:3] != ["answers"]
+    if "completions" in named and (has_trl_signature or len(by_position) < 3):
         by_position = []
-    by_name = {name: named[name].default is inspect.Parameter.empty for name in named if name not in by_position}
+    by_name = {}
+    for name, parameter in named.items():
+        if name not in by_position:
+            by_name[name] = parameter.default is parameter.empty
     return _Form(by_position, by_name, takes_rest)
 
 
@@ -180,9 +198,10 @@ def check_signature(reward: Reward, rows: str = "no problem has") -> None:
         UserError: with the signatures that recjax calls, or the parameter that names no column.
     """
     form = _form(reward)
-    named = _arguments(reward, [])[1]
+    _, named = _arguments(reward, [])
     missing = [name for name, is_required in form.by_name.items() if is_required and name not in named]
-    if len(form.by_position) < 3 and (form.by_position or "completions" not in form.by_name):
+    takes_completions_by_name = not form.by_position and "completions" in form.by_name
+    if len(form.by_position) < 3 and not takes_completions_by_name:
         problem = (
             "; write score(prompts, completions, answers), score(prompts, completions, answers, columns) or, as for"
             " TRL, score(completions, **columns)"
@@ -247,29 +266,25 @@ def custom_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, np.ndarr
 def _result(reward: Reward, rows: Sequence[Answered]) -> Any:
     """The result of a function; an error names the function and the completion."""
     lists, named = _arguments(reward, rows)
-    passed = named.get("completions", ())
-    _notes_raises()
+    passed_completions = named.get("completions", ())
+    _watch_raises()
     completions = [row.completion for row in rows]
-    noted = _Noted(set(map(id, [*passed, *completions])))
-    token = _noted.set(noted)
+    graded_frame = _GradedFrame(set(map(id, [*passed_completions, *completions])))
+    token = _current_frame.set(graded_frame)
     try:
         return _call(reward, lists, named)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # The last two would end more than the batch.
-        is_own = str(getattr(reward.function, "__module__", "")).startswith("recjax.tasks.")
-        if is_own and not isinstance(error, UserError):
+        is_from_recjax = str(getattr(reward.function, "__module__", "")).startswith("recjax.tasks.")
+        if is_from_recjax and not isinstance(error, UserError):
             raise
-        row_index = _graded_row(error, rows, passed, noted)
-        where = "while it graded "
+        row_index = _graded_row(error, rows, passed_completions, graded_frame)
         if row_index is None:
-            where = f"in a batch of {len(rows)} completions, of which the first is "
-        raise UserError(
-            problem=(
-                f"reward function {reward.name} failed with {described(error)}\n"
-                f"  {where}{_described_row(rows, row_index or 0)}"
-            )
-        ) from error
+            where = f"in a batch of {len(rows)} completions, of which the first is {_described_row(rows, 0)}"
+        else:
+            where = f"while it graded {_described_row(rows, row_index)}"
+        raise UserError(problem=f"reward function {reward.name} failed with {described(error)}\n  {where}") from error
     finally:
-        _noted.reset(token)
+        _current_frame.reset(token)
 
 
 def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[float]]:
@@ -279,22 +294,26 @@ def remote_parts(reward: Reward, rows: Sequence[Answered]) -> dict[str, list[flo
 
 
 @dataclasses.dataclass
-class _Noted:
-    """The last error that passed a frame with a variable that held a completion, and that frame's variables, by id."""
+class _GradedFrame:
+    """The innermost frame with a completion that the last error passed.
 
-    completions: set[int]
+    completion_ids: `id` of each completion of the batch.
+    error: the error; None if no error has passed such a frame.
+    variable_ids: `id` of each value in the frame's variables.
+    """
+
+    completion_ids: set[int]
     error: BaseException | None = None
-    held: set[int] = dataclasses.field(default_factory=set)
+    variable_ids: set[int] = dataclasses.field(default_factory=set)
 
 
-_noted: contextvars.ContextVar[_Noted | None] = contextvars.ContextVar(
-    "noted", default=None
-)  # The event loop has it too.
+# A context variable, because an async reward runs in the thread of an event loop.
+_current_frame: contextvars.ContextVar[_GradedFrame | None] = contextvars.ContextVar("current_frame", default=None)
 
 
 @functools.cache  # A second change of the events would change all compiled code again.
-def _notes_raises() -> None:
-    """Makes Python note variables when a function raises, from Python 3.12 on.
+def _watch_raises() -> None:
+    """Makes Python call `_keep_variables` when a function raises, from Python 3.12 on.
 
     There, a comprehension is no frame of its own, and the function has lost its variables when the error arrives here.
     """
@@ -305,22 +324,25 @@ def _notes_raises() -> None:
     free = [number for number in (4, 3) if monitoring.get_tool(number) is None]
     if free:
         monitoring.use_tool_id(free[0], "recjax")
-        monitoring.register_callback(free[0], monitoring.events.RAISE, _note_variables)
+        monitoring.register_callback(free[0], monitoring.events.RAISE, _keep_variables)
         monitoring.set_events(free[0], monitoring.events.RAISE)
 
 
-def _note_variables(code: types.CodeType, offset: int, error: BaseException) -> None:
-    """Python calls it in each frame that an error passes, the innermost first."""
-    noted = _noted.get()
-    if noted is None or noted.error is error:
+def _keep_variables(code: types.CodeType, offset: int, error: BaseException) -> None:
+    """Keeps the variables of the first frame with a completion; Python calls it in each frame that an error passes.
+
+    The first frame that an error passes is the innermost.
+    """
+    graded_frame = _current_frame.get()
+    if graded_frame is None or graded_frame.error is error:
         return
     frame: Any = sys._getframe()
     while frame.f_code is not code:
         frame = frame.f_back
-    held = {id(value) for value in frame.f_locals.values()}
-    if held & noted.completions:
-        noted.error = error
-        noted.held = held
+    variable_ids = {id(value) for value in frame.f_locals.values()}
+    if not variable_ids.isdisjoint(graded_frame.completion_ids):
+        graded_frame.error = error
+        graded_frame.variable_ids = variable_ids
 
 
 def _described_row(rows: Sequence[Answered], index: int) -> str:
@@ -332,7 +354,7 @@ def _described_row(rows: Sequence[Answered], index: int) -> str:
 
 
 def _graded_row(
-    error: BaseException, rows: Sequence[Answered], passed_completions: Sequence[Any], noted: "_Noted"
+    error: BaseException, rows: Sequence[Answered], passed_completions: Sequence[Any], graded_frame: _GradedFrame
 ) -> int | None:
     """The row that a function graded when it raised: the completion that a variable of the innermost frame holds.
 
@@ -341,19 +363,24 @@ def _graded_row(
     """
     if not passed_completions:
         passed_completions = [row.completion for row in rows]
-    if noted.error is error:
-        held_by_frame = [noted.held]
+    if graded_frame.error is error:
+        ids_by_frame = [graded_frame.variable_ids]
     else:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        held_by_frame = [set(map(id, frame.f_locals.values())) for frame in reversed(frames)]
-    for held in held_by_frame:
-        hits = []
+        ids_by_frame = [set(map(id, frame.f_locals.values())) for frame in reversed(frames)]
+    for variable_ids in ids_by_frame:
+        best_index = None
+        best_matches = -1
         for index, (row, passed) in enumerate(zip(rows, passed_completions, strict=True)):
-            if id(row.completion) in held or id(passed) in held:
-                # Short texts may be one object in several rows.
-                hits.append(((id(row.answer) in held) + (id(row.prompt) in held), -index))
-        if hits:
-            return -max(hits)[1]
+            if id(row.completion) not in variable_ids and id(passed) not in variable_ids:
+                continue
+            # Short completions may be one object in several rows. Answer and prompt tell these rows apart.
+            matches = (id(row.answer) in variable_ids) + (id(row.prompt) in variable_ids)
+            if matches > best_matches:
+                best_index = index
+                best_matches = matches
+        if best_index is not None:
+            return best_index
     return None
 
 
@@ -373,22 +400,34 @@ def known_parts(reward: Reward, row: Answered) -> dict[str, np.ndarray]:
 def _arguments(reward: Reward, rows: Sequence[Answered]) -> tuple[list, dict[str, list]]:
     """The positional and the named arguments of a call."""
     form = _form(reward)
-    prompts = [row.prompt for row in rows]
+    prompts: list[Any] = [row.prompt for row in rows]
     completions = [row.completion for row in rows]
     answers = [row.answer for row in rows]
     assert reward.columns is not None
-    columns = {name: [row.columns.get(name) for row in rows] for name in reward.columns}
+    columns = {}
+    for name in reward.columns:
+        columns[name] = [row.columns.get(name) for row in rows]
     if reward.reads_chats or not form.by_position:
         prompts = [row.chat or row.prompt for row in rows]
     lists = [prompts, completions, answers, columns][: len(form.by_position)]
-    named = dict(columns)
-    if not lists:
-        replies = [[{"role": "assistant", "content": row.completion}] if row.chat else row.completion for row in rows]
-        named |= {"prompts": prompts, "completions": replies}
+    named: dict[str, list] = dict(columns)
+    if not form.by_position:
+        replies: list[Any] = []
+        for row in rows:
+            if row.chat:
+                replies.append([{"role": "assistant", "content": row.completion}])
+            else:
+                replies.append(row.completion)
+        named["prompts"] = prompts
+        named["completions"] = replies
     if reward.answer:
-        named |= {"answers": answers, reward.answer: answers}
-    names = named.keys() - form.by_position if form.takes_rest else form.by_name
-    return lists, {name: named[name] for name in named if name in names}
+        named["answers"] = answers
+        named[reward.answer] = answers
+    if form.takes_rest:
+        passed_names = named.keys() - form.by_position
+    else:
+        passed_names = form.by_name.keys()
+    return lists, {name: values for name, values in named.items() if name in passed_names}
 
 
 def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list]) -> Any:
@@ -406,7 +445,9 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
     for retry in itertools.count():
         try:
             result = reward.function(*lists, **named)
-            return run_to_end(awaited(result) if inspect.isawaitable(result) else result)
+            if inspect.isawaitable(result):
+                result = awaited(result)
+            return run_to_end(result)
         except Exception as error:
             if retry == reward.retries:
                 raise
@@ -417,7 +458,10 @@ def _call(reward: Reward, lists: Sequence[list | dict], named: Mapping[str, list
 
 
 def _checked(reward: Reward, part_name: str, values: Any, rows: Sequence[Answered]) -> np.ndarray:
-    name = f"reward function {reward.name}" + ("" if part_name in (SCORE, reward.name) else f", part {part_name!r},")
+    """The values of a part, as numbers; refuses values that are no rewards of the rows."""
+    name = f"reward function {reward.name}"
+    if part_name not in (SCORE, reward.name):
+        name += f", part {part_name!r},"
     try:
         values = list(values)
         if any(isinstance(value, str | bytes) for value in values):  # A text of digits would be a list of rewards.

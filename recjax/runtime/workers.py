@@ -121,6 +121,13 @@ class _Call(NamedTuple):
     seconds: float | None
 
 
+class _Worker(NamedTuple):
+    """A worker process: its id, and the connection that carries calls and results."""
+
+    pid: int
+    connection: Connection
+
+
 class Workers:
     """Calls functions in worker processes; kills and replaces a worker that exceeds the time limit.
 
@@ -211,7 +218,8 @@ class Workers:
         while first_call := self._calls.get():
             calls = collections.deque([first_call])
             with contextlib.suppress(queue.Empty):  # other threads take calls, too
-                for _ in range(min(self._calls.qsize() // (2 * self._count), _MOST_CALLS)):
+                fair_share = self._calls.qsize() // (2 * self._count)
+                for _ in range(min(fair_share, _MOST_CALLS)):
                     waiting = self._calls.get_nowait()
                     assert waiting is not None
                     calls.append(waiting)
@@ -219,7 +227,7 @@ class Workers:
             try:
                 while calls:
                     # An idle worker does not send; its connection becomes readable when it ends.
-                    if worker is None or worker[1].poll():
+                    if worker is None or worker.connection.poll():
                         worker = self._new_worker()
                     worker = self._answer(calls, worker)
             except Exception as error:
@@ -227,7 +235,7 @@ class Workers:
                 for call in calls:
                     call.future.set_exception(error)
 
-    def _answer(self, calls: collections.deque[_Call], worker: tuple[int, Connection]) -> tuple[int, Connection] | None:
+    def _answer(self, calls: collections.deque[_Call], worker: _Worker) -> _Worker | None:
         """Removes calls as the worker answers them, up to a call that ends it; returns the worker for other calls."""
         pid, connection = worker
         try:
@@ -251,13 +259,14 @@ class Workers:
             calls.popleft().future.set_exception(CallFailed("crash", "it crashed"))
         return worker
 
-    def _new_worker(self) -> tuple[int, Connection]:
+    def _new_worker(self) -> _Worker:
         connection, worker_end = multiprocessing.Pipe()
         try:
             with worker_end:
                 assert self._control is not None
                 socket.send_fds(self._control, [b"\0"], [worker_end.fileno()])
-            return connection.recv(), connection
+            pid = connection.recv()  # `_work` sends it first.
+            return _Worker(pid, connection)
         except (EOFError, OSError) as error:
             raise UserError(problem="the worker processes ended by themselves; standard error says why") from error
 

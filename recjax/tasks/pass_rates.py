@@ -32,8 +32,9 @@ def within_pass_rates(
 
     Args:
         name: the file's name, which depends on everything that determines the pass rates.
-        accurate_counts: samples the parts whose first prompt is not in its argument. It gives the index of a part's
-            first prompt, and each prompt's number of accurate completions.
+        accurate_counts: samples parts of `rollout.prompts_per_step` prompts, except the parts whose first prompt's
+            index is in its argument. It yields the index of a part's first prompt, and the number of accurate
+            completions of each prompt in the part.
     Raises:
         UserError: too few problems remain, or the cache cannot be written.
     """
@@ -57,10 +58,10 @@ def within_pass_rates(
 
     known = hosts.from_first(measured)
     if len(known) < math.ceil(count / size):
-        before = sum(map(len, known.values()))
+        known_prompts = sum(map(len, known.values()))
         with (
             contextlib.closing(accurate_counts(set(known))) as parts,
-            progress_bar("pass rates", count, before, unit="problem", shown=hosts.is_first()) as bar,
+            progress_bar("pass rates", count, known_prompts, unit="problem", shown=hosts.is_first()) as bar,
         ):
             for first, accurate in parts:
                 known[first] = accurate
