@@ -105,7 +105,10 @@ def _checked(prompts: str | AnyPrompts) -> list[str | list[dict[str, Any]]]:
         return [prompts]
     checked: list[str | list[dict[str, Any]]] = []
     for number, prompt in enumerate(prompts):
-        checked.append(prompt if isinstance(prompt, str) else checked_messages(prompt, f"prompt {number}"))
+        if isinstance(prompt, str):
+            checked.append(prompt)
+        else:
+            checked.append(checked_messages(prompt, f"prompt {number}"))
     return checked
 
 
@@ -175,11 +178,14 @@ def _with_task(
     """The checked config, with names for the problems and the reward that a program passes."""
     for name in keys.keys() & _TRAINER.keys():
         raise UserError(name, f"recjax.run takes {_TRAINER[name]} instead", "docs/coming_from.md lists other names")
-    keys = {name: str(value) if isinstance(value, Path) else value for name, value in keys.items()}
-    weights = keys.get("task.reward_weights")
+    options = dict(keys)
+    for name, value in keys.items():
+        if isinstance(value, Path):
+            options[name] = str(value)
+    weights = options.get("task.reward_weights")
     if isinstance(weights, list | tuple):
-        keys["task.reward_weights"] = named_weights(reward, weights)
-    config = _config_of(config, keys)
+        options["task.reward_weights"] = named_weights(reward, weights)
+    config = _config_of(config, options)
     task = config.task
     if problems is not None:
         task = _with_problems(task, problems)
@@ -191,8 +197,11 @@ def _with_task(
     if config.output != _UNNAMED:
         return config
     # Calls that differ only in what may change at a resume share a folder.
-    values = {name: value_of(config, name) for name in sorted(KEYS.keys() - MAY_CHANGE)}
-    fixed = {name: value for name, value in values.items() if not isinstance(value, ConfigBlock)}
+    fixed = {}
+    for name in sorted(KEYS.keys() - MAY_CHANGE):
+        value = value_of(config, name)
+        if not isinstance(value, ConfigBlock):
+            fixed[name] = value
     model = Path(config.model.path or config.model.run or config.model.adapter or "decoder").name
     return config.replace(output=f"runs/{model}-{digest(repr(fixed).encode())[:8]}")
 
@@ -200,7 +209,9 @@ def _with_task(
 def _config_of(config: Config | Mapping[str, Any] | str | Path | None, keys: Mapping[str, Any]) -> Config:
     """The config of a call of `run`, with `keys` over its values; `output` is _UNNAMED if neither names it."""
     if isinstance(config, Config):
-        return config.replace(**keys) if keys else config
+        if not keys:
+            return config
+        return config.replace(**keys)
     source = "config"
     values: Any = config
     if config is None:
@@ -230,7 +241,10 @@ def _with_problems(task: TaskConfig, problems: Any) -> TaskConfig:
         raise UserError("problems", f"the config has the task {task.chosen()}", "remove it, or pass no problems")
     files = {}
     for name, rows in splits.items():
-        files["evaluation" if name == "test" else name] = keep_rows(rows)
+        split = name
+        if name == "test":
+            split = "evaluation"
+        files[split] = keep_rows(rows)
     return task.model_copy(update={"file": task.file.model_copy(update=files)})
 
 
@@ -344,10 +358,14 @@ class TrainedPolicy:
         _check_keys(rollout, _SAMPLE_KEYS)
         is_count = isinstance(samples, int | np.integer) and samples >= 1
         require(is_count, "samples", samples, "takes a whole number from 1")
-        # Training cannot be greedy, so `rollout` refuses temperature 0.
-        checked = {name: value for name, value in rollout.items() if (name, value) != ("temperature", 0)}
-        settings = RolloutConfig(**(dict(self._config.rollout) | checked))
-        sampling = settings.sampling() if checked.keys() == rollout.keys() else Sampling(0.0)
+        values = dict(self._config.rollout) | rollout
+        is_greedy = "temperature" in rollout and rollout["temperature"] == 0
+        if is_greedy:  # training cannot be greedy, so RolloutConfig refuses temperature 0
+            values["temperature"] = self._config.rollout.temperature
+        settings = RolloutConfig(**values)
+        sampling = settings.sampling()
+        if is_greedy:
+            sampling = Sampling(0.0)
         policy = self._opened.policy
         problems = [Problem(prompt, "") for prompt in _checked(prompts)]
         if not problems:
@@ -357,20 +375,22 @@ class TrainedPolicy:
         with self._mesh():
             encoded = encode_problems(problems, policy.tokenizer, None, policy.vocabulary)
             keys = row_keys(jax.random.key(seed), len(problems) * samples)
-            longest = settings.max_completion_tokens
             groups = sample_groups(
                 policy,
                 self._opened.params,
                 encoded,
                 keys,
                 samples,
-                max_tokens=longest,
+                max_tokens=settings.max_completion_tokens,
                 sampling=sampling,
                 name="sample",
                 source=self._opened.name,
                 version=self.step,
             )
-        return [completion for group in groups for completion in group.completions]
+        sampled = []
+        for group in groups:
+            sampled += group.completions
+        return sampled
 
     def score(self, prompts: AnyPrompts, completions: Sequence[str | Completion], **sampling: Any) -> list[np.ndarray]:
         """The log-prob of each token of the completions.
@@ -393,19 +413,36 @@ class TrainedPolicy:
             return []
         for number, (prompt, completion) in enumerate(zip(checked, completions, strict=True)):
             if isinstance(completion, str):
-                completion = Completion("", "text", completion, (), None, None, False)
-            rows = tuple(row._replace(behavior_logprobs=None) for row in completion.rows)
-            tokens = rows[0].prompt_tokens if rows else np.zeros(0, np.int32)
-            group = Group(str(number), tokens, (completion._replace(id=str(number), rows=rows),), prompt)
+                completion = Completion(
+                    id="",
+                    source="text",
+                    text=completion,
+                    rows=(),
+                    sampling=None,
+                    policy_version=None,
+                    truncated=False,
+                )
+            unscored = tuple(row._replace(behavior_logprobs=None) for row in completion.rows)
+            prompt_tokens = np.zeros(0, np.int32)
+            if unscored:
+                prompt_tokens = unscored[0].prompt_tokens
+            completion = completion._replace(id=str(number), rows=unscored)
+            group = Group(str(number), prompt_tokens, (completion,), prompt)
             records.append(Record(group, datetime.now(UTC)))
         groups = [record.group for record in tokenized(records, self._opened.policy)]
         rows = [group.completions[0].rows[0] for group in groups]
-        longest = (max(len(row.prompt_tokens) for row in rows), max(len(row.tokens) for row in rows))
+        longest_prompt = max(len(row.prompt_tokens) for row in rows)
+        longest_completion = max(len(row.tokens) for row in rows)
         with self._mesh():
             rollout = self._config.rollout
+            batch_size = rollout.prompts_per_step * rollout.group_size
             shards = row_shards()
-            batch_rows = -(-rollout.prompts_per_step * rollout.group_size // shards) * shards
-            shape = Shape(batch_rows, 1, *map(power_of_two, longest))
+            shape = Shape(
+                prompts=-(-batch_size // shards) * shards,  # the next multiple of the shards
+                group=1,
+                prompt_time=power_of_two(longest_prompt),
+                time=power_of_two(longest_completion),
+            )
             chunk = self._config.model.logprob_chunk
             scored = with_logprobs(
                 groups, shape, self._opened.policy, self._opened.params, sampling=Sampling(**sampling), chunk=chunk
@@ -429,12 +466,15 @@ class TrainedPolicy:
                 reward function.
         """
         _check_keys(evaluation, _EVALUATE_KEYS)
-        reward = reward or self._reward
+        if not reward:
+            reward = self._reward
         config = self._config
         if isinstance(problems, int):
             evaluation = {**evaluation, "problems": problems}
             problems = None
-        task = config.task.model_copy(update={} if reward is None else {"reward": passed_name(reward)})
+        task = config.task
+        if reward is not None:
+            task = task.model_copy(update={"reward": passed_name(reward)})
         settings = EvaluationConfig(**(dict(config.evaluation) | evaluation))
         config = config.model_copy(update={"task": task, "evaluation": settings})
         if problems is None:
@@ -448,9 +488,10 @@ class TrainedPolicy:
             tested = Task([], rows, with_columns(graded, rows))
         with self._mesh():
             nothing: Any = None  # reading prompts needs no reward
-            prompts = prompts_of(config, self._opened.policy, tested._replace(reward=nothing))[1]
+            _, prompts = prompts_of(config, self._opened.policy, tested._replace(reward=nothing))
             rows = sampled_rows(config, self._opened, prompts, tested)
-        return {"model": self._opened.name} | results(rows, len(prompts.texts) * len(task.trained_seats)), rows
+        group_count = len(prompts.texts) * len(task.trained_seats)
+        return {"model": self._opened.name} | results(rows, group_count), rows
 
     def export(self, folder: str | Path, dtype: str = "float32", adapters: bool = False) -> Path:
         """Writes a folder that transformers and other programs load, and returns it.

@@ -203,7 +203,7 @@ class AgentPolicy:
         self._config = config
         self._keys = keys
         self._template = template
-        self._asked = 0
+        self._asked = 0  # replies requested so far
         self.trajectory = Trajectory(policy.tokenizer)
         self.last_text = ""
         self.rewards: dict[int, float] = {}  # by turn
@@ -309,7 +309,7 @@ class AgentPolicy:
         if self._asked == turns:
             raise TurnsSpent(f"task.agent_turns = {turns}")
         turn = self._asked
-        self._asked = self._asked + 1
+        self._asked += 1
         limit = longest
         if max_tokens is not None:
             limit = min(longest, max_tokens)
@@ -373,14 +373,22 @@ class Script:
             TypeError: the function returned no text.
         """
         turn = self._asked
-        self._asked = self._asked + 1
+        self._asked += 1
         if turn == len(self._keys):
             raise TurnsSpent(f"task.agent_turns = {turn}")
         text = self._function(prompt, random.Random(self._keys[turn].tobytes()))
         if not isinstance(text, str):
             raise TypeError(f"the script {self._function.__name__} returned {shown(text)}; return a text")
         no_tokens = np.zeros(0, np.int32)
-        return Reply(text, text, no_tokens, no_tokens, truncated=False, turn=turn, answer=after_thoughts(text))
+        return Reply(
+            text=text,
+            raw=text,
+            prompt_tokens=no_tokens,
+            tokens=no_tokens,
+            truncated=False,
+            turn=turn,
+            answer=after_thoughts(text),
+        )
 
     chat = complete
 

@@ -136,21 +136,25 @@ class Agents(contextlib.AbstractContextManager):
             return LiveEngine(engine)
 
         # Engines by version of frozen weights; None: the policy's engine, which gets newer weights.
-        lives: dict[int | None, LiveEngine] = {None: engine_with(Weights(params, version), newer)}
-        for frozen in self._frozen_weights(Weights(params, version), newer is not None, drifted):
+        own_weights = Weights(params, version)
+        lives: dict[int | None, LiveEngine] = {None: engine_with(own_weights, newer)}
+        for frozen in self._frozen_weights(own_weights, swaps=newer is not None, drifted=drifted):
             lives[frozen.version] = engine_with(frozen)
-        problems = []  # one for each agent
+        agent_problems = []  # the problem of each agent
         for problem in prompts.problems:
-            problems += [problem] * group_size
+            agent_problems += [problem] * group_size
         # Computed before any agent's clock starts, because the device may first have to finish an update.
-        keys = turn_keys(key, task.agent_turns, len(problems) * max(len(task.seats), 1))
-        agent_trials = run_to_end(self._try_all(lives, version, policy, problems, keys, sampling))
+        keys = turn_keys(key, task.agent_turns, len(agent_problems) * max(len(task.seats), 1))
+        agent_trials = run_to_end(
+            self._try_all(lives, version, policy, problems=agent_problems, keys=keys, sampling=sampling)
+        )
         self._report_failures([seat_trials[0] for seat_trials in agent_trials], fatal)
 
         group_trials = []  # for each problem, its trained seats in order
         for start in range(0, len(agent_trials), group_size):
-            for seat_trials in zip(*agent_trials[start : start + group_size], strict=True):
-                used = [trial for trial in seat_trials if trial.failure or trial.policy.trajectory.turns]
+            problem_trials = agent_trials[start : start + group_size]
+            for trials_of_seat in zip(*problem_trials, strict=True):
+                used = [trial for trial in trials_of_seat if trial.failure or trial.policy.trajectory.turns]
                 group_trials.append(used)
         seats = len(task.trained_seats)
         group_problems = []
@@ -201,7 +205,10 @@ class Agents(contextlib.AbstractContextManager):
         try:
             for older in sorted(versions - {version}):
                 assert self.older_params is not None
-                read[older] = self._older.get(older) or self.older_params(older)
+                kept = self._older.get(older)
+                if not kept:
+                    kept = self.older_params(older)
+                read[older] = kept
         except Exception as error:  # Orbax has its own errors for missing files
             raise UserError(
                 "task.seats",
@@ -233,7 +240,9 @@ class Agents(contextlib.AbstractContextManager):
             keys: key data of each seat of each agent, agent by agent.
         """
         task = self._config.task
-        names = list(task.seats) or [""]
+        names = list(task.seats)
+        if not names:
+            names = [""]  # the agent itself is the only seat
         running = []
         async with contextlib.AsyncExitStack() as stack:
             for live in lives.values():
@@ -241,7 +250,8 @@ class Agents(contextlib.AbstractContextManager):
             server = await stack.enter_async_context(AgentServer())
             for index, problem in enumerate(problems):
                 seats = Seats(server)
-                for number, name in enumerate(names, index * len(names)):
+                first_number = index * len(names)
+                for number, name in enumerate(names, first_number):
                     if name in self._scripts:
                         seats.players[name] = Script(self._scripts[name], keys[:, number])
                         continue
@@ -289,7 +299,7 @@ class Agents(contextlib.AbstractContextManager):
             if trial.failure == "raised":  # raised errors are the same failure if they have the same type
                 error_type = trial.words.partition(":")[0]
             kinds.append((trial.failure, error_type))
-        ((most_frequent, count),) = Counter(kinds).most_common(1)
+        most_frequent, count = Counter(kinds).most_common(1)[0]
         level = logging.WARNING
         problem = "the most frequent failure"
         if count > max(1, len(trials) // 2):

@@ -98,8 +98,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         engine = config.rollout.engine
         assert engine is not None
         api_key = None
-        for only_key in read_keys(engine.api_key_file, most=1, key="rollout.engine.api_key_file"):
-            api_key = only_key
+        keys = read_keys(engine.api_key_file, most=1, key="rollout.engine.api_key_file")
+        if keys:
+            api_key = keys[0]
         address = Address(
             url=engine.url,
             model=engine.model,
@@ -135,13 +136,13 @@ class RemoteEngine(contextlib.AbstractContextManager):
         Raises:
             UserError: the server refuses, or does not answer after all retries.
         """
-        replies = self._in_parallel(
-            (self._completions, problem, seed + number, source) for number, problem in enumerate(problems)
-        )
-        for completions, wrong in replies:
+        calls = [(self._completions, problem, seed + number, source) for number, problem in enumerate(problems)]
+        sampled = []
+        for completions, wrong in self._in_parallel(calls):
+            sampled.append(completions)
             self.left_out.update(wrong)
             self.missing += self._rollout.group_size - len(completions)
-        return problem_groups(name, problems, [completions for completions, _ in replies])
+        return problem_groups(name, problems, sampled)
 
     # --- The trained policy: weights out, tokens in.
 
@@ -294,7 +295,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
             completions += sampled
             self.left_out.update(wrong)
             tries += 1
-            retries -= bool(wrong)
+            if wrong:
+                retries -= 1
             if retries < 0:
                 raise UserError(
                     self.server.named,
@@ -379,10 +381,13 @@ class RemoteEngine(contextlib.AbstractContextManager):
         if not self._describes_sampling(choice, bool(recorded)):
             raise UnusableError(f"log-probs of another distribution than the tokens ({self.dialect.logprobs_remedy})")
         ends = np.flatnonzero(np.isin(tokens, draw.stop_ids))
-        count = len(tokens)
-        if len(ends):
+        has_end = len(ends) > 0
+        reached_limit = reason in _CUT and len(tokens) >= draw.limit
+        if has_end:
             count = int(ends[0]) + 1
-        if not len(ends) and (reason not in _CUT or len(tokens) < draw.limit):
+        elif reached_limit:
+            count = len(tokens)
+        else:
             raise UnusableError(
                 f"finish_reason {reason} after {len(tokens)} of {draw.limit} tokens, without an end token of the policy"
             )
@@ -393,7 +398,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
             truncated=False,
             recorded=recorded,
         )
-        return sampled.up_to(count)._replace(truncated=not len(ends))
+        return sampled.up_to(count)._replace(truncated=not has_end)
 
     def _token_versions(self, choice: dict[str, Any], count: int, version: int) -> list[int]:
         """The policy version of the weights that sampled each token.
@@ -412,12 +417,16 @@ class RemoteEngine(contextlib.AbstractContextManager):
             if labels is None and self.api == "vllm":
                 self._has_unlabeled = True
             else:
-                pushed = [self._version_of(label) for label in labels or [None]]
+                if not labels:
+                    labels = [None]  # no version, so `_version_of` refuses the reply
+                pushed = [self._version_of(label) for label in labels]
                 if pushed[-1] < self.version:
                     words = f"a reply is from pushed weights of version {pushed[-1]}, older than {self.version}"
                     raise LostWeightsError(f"{self.server.named}: {words}")
-                versions = versions or pushed
-        versions = versions or [version] * count
+                if not versions:
+                    versions = pushed
+        if not versions:
+            versions = [version] * count
         if len(versions) != count:
             raise misfit
         for token_version in versions:
@@ -478,7 +487,7 @@ class RemoteEngine(contextlib.AbstractContextManager):
                     # Some servers always send a single choice; a request for each completion is no retry.
                     retries += 1
                     self.most_choices = 1
-            for choice, reason in zip(choices, wrong, strict=False):
+            for choice, reason in zip(choices, wrong, strict=False):  # `wrong` is longer if there are no choices
                 if reason is None:
                     completions.append(self._text_completion(problem, reply, choice, source))
             reasons = [reason for reason in wrong if reason is not None]
@@ -532,12 +541,17 @@ class RemoteEngine(contextlib.AbstractContextManager):
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the reply to a request, with token ids and log-probs if the server supports them."""
-        path = "chat/completions" if "messages" in body else "completions"
+        # Chats request log-probs by a flag, texts by the number of most likely tokens.
+        path = "completions"
+        logprobs = 0
+        if "messages" in body:
+            path = "chat/completions"
+            logprobs = True
         extra = {}
         if self._gives_ids:
             stops = np.atleast_1d(self._policy.stop_ids).tolist()
             extra = dialects.explicit_values(self.api, self._rollout.sampling(), stops)
-            extra |= {"logprobs": True if "messages" in body else 0, "return_token_ids": True}
+            extra |= {"logprobs": logprobs, "return_token_ids": True}
         reply = self.server.sent("POST", path, body | extra)
         if extra and reply.status_code in (400, 422):
             reply = self.server.sent("POST", path, body)
@@ -568,11 +582,17 @@ class RemoteEngine(contextlib.AbstractContextManager):
             words = "dropped the log-probs, which may belong to another distribution than rollout's"
             self.server.warn("sampling", words)
             logprobs = None
-        mask = np.ones(len(tokens), bool)
         behavior_logprobs = None
         if logprobs is not None:
             behavior_logprobs = np.array(logprobs, np.float32)
-        return (Row(np.array(prompt, np.int32), np.array(tokens, np.int32), mask, behavior_logprobs, recorded),)
+        row = Row(
+            prompt_tokens=np.array(prompt, np.int32),
+            tokens=np.array(tokens, np.int32),
+            mask=np.ones(len(tokens), bool),
+            behavior_logprobs=behavior_logprobs,
+            recorded=recorded,
+        )
+        return (row,)
 
     def _decodes_to(self, tokens: list[int], text: str) -> bool:
         """True if the tokens are a completion within the length limit that reads as the text."""
@@ -603,7 +623,9 @@ def _logprobs(reply: dict[str, Any], choice: dict[str, Any], count: int) -> list
             values = reported.get("token_logprobs")
         else:
             values = [token.get("logprob") for token in content]
-    if not values or len(values) != count or not all(isinstance(value, int | float) for value in values):
+    if not values or len(values) != count:
+        return None
+    if not all(isinstance(value, int | float) for value in values):
         return None
     if not all(LOWEST_LOGPROB < value < _HIGHEST for value in values):  # also false for NaN
         return None

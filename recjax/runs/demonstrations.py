@@ -70,13 +70,21 @@ def train_on_demonstrations(
     assert setup.demonstrations is not None
     learner = _SupervisedLearner(setup.demonstrations)
     held_out = HeldOut(setup.held_out, setup.grading, setup.agents)
-    constant = split_params(params, config.model)[1]
+    _, constant = split_params(params, config.model)
     checkpoint.set_damaged_aside(folder / "checkpoints")
     with contextlib.closing(checkpoint.open_checkpoints(folder / "checkpoints")) as manager:
         first = manager.latest_step()
         stage = setup._replace(config=config)
         trained = learner.begin(config, setup.policy, params, held_out)
-        state = State(0, trained, None, 0, Queue(), {}, {"data": data, "tokens": 0})
+        state = State(
+            step=0,
+            trained=trained,
+            behavior_params=None,
+            version=0,
+            queue=Queue(),
+            source={},
+            totals={"data": data, "tokens": 0},
+        )
         del trained
         del params
         if first is not None:
@@ -86,15 +94,25 @@ def train_on_demonstrations(
             state = checkpoint.restore(manager, like, {})
             logger.info("the warm start continues after step %d of %d", first, config.training.steps)
         phases = PhaseSeconds()
-        bar = step_bar("warm start", config.training.steps, initial=first or 0)
-        options = {"bar": bar, "manager": manager, "remedy": "Lower warm_start.learning_rate"}
-        with bar, _Losses(folder, -1 if first is None else first, state.totals.get("metrics"), **options) as log:
-            shown = stage.demonstrations
-            assert shown is not None
+        last_row = -1  # a new stage keeps no rows of metrics
+        if first is not None:
+            last_row = first
+        with contextlib.ExitStack() as stack:
+            bar = stack.enter_context(step_bar("warm start", config.training.steps, initial=max(last_row, 0)))
+            log = stack.enter_context(
+                _Losses(
+                    folder,
+                    keep_through=last_row,
+                    written=state.totals.get("metrics"),
+                    bar=bar,
+                    manager=manager,
+                    remedy="Lower warm_start.learning_rate",
+                )
+            )
             run = Run(
                 config=config,
                 algorithm=config.algorithm.build(),
-                shape=shown.shape,
+                shape=setup.demonstrations.shape,
                 settings=stage.settings,
                 part_weights=None,
                 failures={},
@@ -108,28 +126,34 @@ def train_on_demonstrations(
                 stopping=stopping,
             )
             state = loop.train_steps(run, state)
-    last = next(reversed(read_metrics(folder / "metrics.jsonl")), {})
+    rows = read_metrics(folder / "metrics.jsonl")
+    last = {}
+    if rows:
+        last = rows[-1]
     losses = {f"{FOLDER}/{name}": last[name] for name in ("loss", "held_out_loss") if name in last}
     return combine(state.trained.params, constant), losses
 
 
 def _stage_config(config: Config) -> Config:
     """The config of the supervised stage of a run: all batches come from a store at rest, the demonstrations."""
-    shown = config.warm_start
-    assert shown is not None
-    packing = config.training.tokens_per_micro_batch
+    warm_start = config.warm_start
+    assert warm_start is not None
+    training = TrainingConfig(
+        steps=warm_start.steps,
+        checkpoint_every=warm_start.every,
+        keep_checkpoints=1,
+        tokens_per_micro_batch=config.training.tokens_per_micro_batch,
+    )
     stage = {
         "output": f"{config.output}/{FOLDER}",
         "model": config.model.model_copy(update={"run": None, "teacher": None, "reference": None}),
         "algorithm": AlgorithmConfig(preset="reinforce", advantage={"name": "raw_reward"}),
-        "optimizer": OptimizerConfig(learning_rate=shown.learning_rate, schedule="cosine"),
-        "rollout": RolloutConfig(prompts_per_step=shown.batch_size),
+        "optimizer": OptimizerConfig(learning_rate=warm_start.learning_rate, schedule="cosine"),
+        "rollout": RolloutConfig(prompts_per_step=warm_start.batch_size),
         "regime": RegimeConfig(),
-        "experience": ExperienceConfig(store=shown.demonstrations, missing_logprobs="unneeded"),
-        "evaluation": EvaluationConfig(every=shown.every),
-        "training": TrainingConfig(
-            steps=shown.steps, checkpoint_every=shown.every, keep_checkpoints=1, tokens_per_micro_batch=packing
-        ),
+        "experience": ExperienceConfig(store=warm_start.demonstrations, missing_logprobs="unneeded"),
+        "evaluation": EvaluationConfig(every=warm_start.every),
+        "training": training,
     }
     return config.model_copy(update=stage)
 
@@ -157,7 +181,9 @@ class _SupervisedLearner(Learner):
 
     def kept(self, trained: TrainState, step: int) -> TrainState:
         """The last checkpoint is three times smaller, since no step follows that needs an optimizer state."""
-        return trained._replace(optimizer_state=()) if step == self._config.training.steps else trained
+        if step == self._config.training.steps:
+            return trained._replace(optimizer_state=())
+        return trained
 
     def update(
         self, trained: TrainState, batch: Batch, layout: Layout, step: int, proximal_logprobs: Any = None
@@ -169,18 +195,20 @@ class _SupervisedLearner(Learner):
         return packed_layout(self._recipe.decoder, batch, self._config.training.tokens_per_micro_batch)
 
     def evaluate(self, state: State) -> Any:
-        shown = self._demonstrations
+        held_out = self._demonstrations.held_out
+        shape = self._demonstrations.shape
+        recipe = self._recipe
+        params = self.current_params(state)
         total = 0.0
         tokens = 0
-        size = shown.shape.prompts
-        params = self.current_params(state)
-        for start in range(0, len(shown.held_out), size):
-            batch = pad(shown.held_out[start : start + size], shown.shape, logprobs=False)
-            recipe = self._recipe
+        for start in range(0, len(held_out), shape.prompts):
+            batch = pad(held_out[start : start + shape.prompts], shape, logprobs=False)
             logprobs = score(self._policy.decoder, params, batch, recipe.sampling, recipe.chunk)
             total -= logprobs[batch.completion_mask].sum(dtype=np.float64).item()
             tokens += int(batch.completion_mask.sum())
-        return {"held_out_loss": total / tokens} if tokens else {}
+        if not tokens:
+            return {}
+        return {"held_out_loss": total / tokens}
 
 
 class _Losses(MetricsWriter):

@@ -63,19 +63,26 @@ def _export_adapters(run: Path, output: Path, step: int | None) -> int:
     policy = policy_alone(config, "")
     decoder_config = adapted(policy.decoder.config, config.model.lora)
     # Only the adapters are read: the base may be large.
-    trained = split_params(abstract_params(decoder_config), config.model)[0]
-    step, adapters = read_whole(run, config, step, lambda step: read_trained(run, step, trained))
+    trained, _ = split_params(abstract_params(decoder_config), config.model)
+
+    def read_adapters(step: int) -> dict:
+        return read_trained(run, step, trained)
+
+    version, adapters = read_whole(run, config, step, read_adapters)
     output.mkdir(parents=True, exist_ok=True)
     base = model_folder(config.model.path, _WITH_CARD)
     # PEFT would resolve a relative path against its own working directory, which may differ from this one.
-    hub_name = None if Path(config.model.path).is_dir() else config.model.path
+    hub_name = None
+    if not Path(config.model.path).is_dir():
+        hub_name = config.model.path
     write_adapters(output, decoder_config, adapters, base.resolve(), hub_name)
     note = _stop_tokens_note(policy, base)
     if note:
         logger.warning("%s: %s", output, note)
-    for name, content in _card_files(run, config, step, base, output.name, note).items():
+    card_files = _card_files(run, config, version, base, output.name, adapter_note=note)
+    for name, content in card_files.items():
         (output / name).write_bytes(content)
-    return step
+    return version
 
 
 def _check_adapters(run: Path, config: Config) -> None:
@@ -122,13 +129,16 @@ def _card_files(
     numbers = {}
     if summary.is_file() and step == config.training.steps:
         numbers = json.loads(summary.read_text(encoding="utf-8"))
-    figures = {}
+    files = {}
     figure = run / "figures" / "training.png"
+    figure_name = ""
     if figure.is_file():
-        figures[figure.name] = figure.read_bytes()
+        figure_name = figure.name
+        files[figure_name] = figure.read_bytes()
+    made_with = {}
     entries = starts(run)
-    made_with = entries[-1] if entries else {}
-    figure_name = figure.name if figures else ""
+    if entries:
+        made_with = entries[-1]
     card = model_card(
         name,
         config,
@@ -139,4 +149,4 @@ def _card_files(
         figure=figure_name,
         adapter_note=adapter_note,
     )
-    return {"README.md": card.encode(), **figures}
+    return {"README.md": card.encode()} | files

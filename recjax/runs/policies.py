@@ -168,7 +168,8 @@ def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tup
         if has_same_adapters:
             adapters = params
     else:
-        with under_way(f"reading the weights of {config.model.path}", config.model.path is not None):
+        has_files = config.model.path is not None
+        with under_way(f"reading the weights of {config.model.path}", shown=has_files):
             params = load_params(config, policy.decoder.config)
     if config.warm_start and not config.demonstrations:
         assert train is not None
@@ -178,7 +179,8 @@ def initial_policy(config: Config, policy: Policy, train: Prompts | None) -> tup
         decoder, params = with_adapters(policy.decoder, params, config.model.lora, key)
         policy = policy._replace(decoder=decoder)
     if config.model.adapter and not config.model.merge_adapter:
-        adapters = put_params(load_adapter(config.model.adapter, policy.decoder.config)[1])
+        _, host_adapters = load_adapter(config.model.adapter, policy.decoder.config)
+        adapters = put_params(host_adapters)
     return policy, combine(params, adapters)
 
 
@@ -232,7 +234,8 @@ def checkpoint_reader(run: Path, config: Config, merge: bool = True) -> tuple[Po
         policy, params = _initial(config)
         trained, constant = split_params(on_host(params), config.model)
     decoder_config = policy.decoder.config
-    plain = policy._replace(decoder=policy.decoder.clone(config=dataclasses.replace(decoder_config, lora=None)))
+    plain_config = dataclasses.replace(decoder_config, lora=None)
+    plain = policy._replace(decoder=policy.decoder.clone(config=plain_config))
 
     def read_params(step: int) -> dict:
         params = combine(read_trained(run, step, trained), constant)
@@ -267,7 +270,8 @@ def read_whole(run: Path, config: Config, step: int | str | None, read: Callable
     Args:
         step: step of the checkpoint, or "best"; None: the newest.
     """
-    for tries in range(_MAX_READS, 0, -1):
+    for number in range(1, _MAX_READS + 1):
+        is_last_try = number == _MAX_READS
         version = whole_step(run, config, step)
         folder = run / "checkpoints" / str(version)
         try:
@@ -276,7 +280,8 @@ def read_whole(run: Path, config: Config, step: int | str | None, read: Callable
             # Orbax has its own types for missing files.
             if folder.exists():
                 raise
-            if step not in (None, "best") or tries == 1:
+            names_step = step not in (None, "best")
+            if names_step or is_last_try:
                 raise UserError(
                     folder,
                     "the run deleted this checkpoint during the read",
@@ -294,10 +299,12 @@ def read_trained(run: Path, step: int, like: dict) -> dict:
     item = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
     to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     arguments = ocp.args.PyTreeRestore(item=item, restore_args=to_host, partial_restore=True)
+    folder = (run / "checkpoints" / str(step) / "state").absolute()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        params = checkpointer.restore((run / "checkpoints" / str(step) / "state").absolute(), args=arguments)["params"]
+        params = checkpointer.restore(folder, args=arguments)["params"]
+    restored = flatten(params)
     for path, leaf in flatten(like).items():
-        shape = flatten(params)[path].shape
+        shape = restored[path].shape
         if shape != leaf.shape:
             raise UserError(
                 f"{run}, step {step}",

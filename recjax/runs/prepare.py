@@ -1,9 +1,8 @@
 """Reads everything that a run needs before its first step: task, policy, store, demonstrations."""
 
-import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +56,8 @@ def prepare(
         UserError: a task, model or store that cannot be read or does not fit the rest; a micro-batch too small.
     """
     phases = PhaseSeconds()
-    with under_way(f"reading the task {config.task.chosen()}", config.task.arithmetic is None):
+    reads_files = config.task.arithmetic is None
+    with under_way(f"reading the task {config.task.chosen()}", shown=reads_files):
         task = load_task(config, function=reward)
     check_problems(config, task)
 
@@ -70,12 +70,12 @@ def prepare(
     train, held_out = prompts_of(config, policy, task)
     warn_of_context(config, train.tokens.shape[1])
     stored = _load_store(config, policy, task.reward)
-    mix = None
-    if config.experience is not None:
+    joins_groups = False  # True if stored completions join the groups of sampled ones
+    if stored is not None and config.experience is not None and config.experience.mix is not None:
         mix = config.experience.mix
-    joins = mix is not None and mix.of == "group"
-    if stored is not None and mix is not None and joins:
-        check_prompts(stored.groups, agents is not None, mix.store, train)
+        joins_groups = mix.of == "group"
+        if joins_groups:
+            check_prompts(stored.groups, agents is not None, mix.store, train)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:
@@ -103,15 +103,15 @@ def prepare(
             stored.groups,
             stored.shape,
             policy,
-            in_compute_dtype(policy.decoder, params, copy=False),
-            config.rollout.sampling(),
-            config.model.logprob_chunk,
+            params=in_compute_dtype(policy.decoder, params, copy=False),
+            sampling=config.rollout.sampling(),
+            chunk=config.model.logprob_chunk,
         )
         stored = stored._replace(groups=groups)
     phases.totals["prepare"] = phases.wall_seconds
 
     others = None
-    if stored is not None and joins:
+    if stored is not None and joins_groups:
         others = ByPrompt(stored.groups, by_problem=agents is not None)
     grading = Grading(config, task.reward)
     setup = Setup(
@@ -134,7 +134,9 @@ def prepare(
 def _load_store(config: Config, policy: Policy, reward: Reward | MixedReward) -> Stored | None:
     """The groups of the store at rest that the run trains on; None if the run has no such store."""
     experience = config.experience
-    if experience is None or experience.follow or not (experience.store or experience.mix):
+    if experience is None or experience.follow:
+        return None
+    if not experience.store and not experience.mix:
         return None
     stored = load_stored(config, policy)
     if stored and not experience.regrade and not config.algorithm.build().reads("reward_parts"):
@@ -161,9 +163,12 @@ def check_problems(config: Config, task: Task) -> None:
     """
     if jax.process_count() == 1:
         return
-    pools = (task.train, task.evaluation)
-    unread: Any = None
-    train, held_out = (Prompts(unread, unread, [str(problem.prompt) for problem in pool], pool) for pool in pools)
+    unread: Any = None  # digests depend on texts and problems only
+    pools = []
+    for problems in (task.train, task.evaluation):
+        texts = [str(problem.prompt) for problem in problems]
+        pools.append(Prompts(tokens=unread, mask=unread, texts=texts, problems=problems))
+    train, held_out = pools
     hosts.agree("data", data_digests(config, train, held_out))
 
 
@@ -193,9 +198,13 @@ def data_digests(
     evaluated = f"first {config.evaluation.most_problems} held-out"
     for name, task in config.task.tasks().items():
         block = getattr(task, task.chosen())
-        block_key = f"task.mixture.{name}" if name else "task"
+        block_key = "task"
+        if name:
+            block_key = f"task.mixture.{name}"
         train_file = getattr(block, "train", None)
-        evaluation_file = getattr(block, "evaluation", None) or train_file
+        evaluation_file = getattr(block, "evaluation", None)
+        if not evaluation_file:
+            evaluation_file = train_file
         for kind, prompts, file in (("train", train, train_file), (evaluated, held_out, evaluation_file)):
             source = f"{block_key}.{task.chosen()}"
             if file:
@@ -205,9 +214,11 @@ def data_digests(
         reward = task.reward_name()
         if reward is not None and reward.startswith(MODEL):
             folder = model_folder(reward.removeprefix(MODEL), MODEL_FILES)
-            files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".jinja"))
-            content = repr([(path.name, *size_and_digest(path)) for path in files])
-            digests[f"the reward model {block_key}.reward = {reward!r}"] = digest(content.encode())
+            files = []
+            for path in sorted(folder.iterdir()):
+                if path.suffix in (".safetensors", ".json", ".jinja"):
+                    files.append((path.name, *size_and_digest(path)))
+            digests[f"the reward model {block_key}.reward = {reward!r}"] = digest(repr(files).encode())
     return digests
 
 
@@ -225,9 +236,12 @@ def kept_prompts(config: Config, policy: Policy, params: dict, train: Prompts, r
     Raises:
         ValueError: see `within_pass_rates`.
     """
-    name = _rates_name(config, policy, params, train, reward)
-    counts = functools.partial(accurate_counts, config, policy, params, train, reward)
-    return within_pass_rates(config, train, name, counts)
+    file_name = _rates_name(config, policy, params, train, reward)
+
+    def counts(known: Container[int]) -> Generator[tuple[int, list[int]], None, None]:
+        return accurate_counts(config, policy, params, train, reward=reward, done=known)
+
+    return within_pass_rates(config, train, file_name, counts)
 
 
 def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, reward: Reward | MixedReward) -> str:
@@ -245,6 +259,7 @@ def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, re
     keep = config.task.keep
     assert keep is not None
     task = config.task.model_dump(exclude={"keep": True, "curriculum": True, "mixture": {"__all__": {"weight"}}})
+    settings = config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}})
     depends_on = {
         "accurate": "answer",  # files without this entry counted shaped rewards
         "weights": fingerprint(params),
@@ -252,7 +267,7 @@ def _rates_name(config: Config, policy: Policy, params: dict, train: Prompts, re
         "problems": prompts_digest(train),
         "code": code_digests(config, functions),
         "samples": keep.samples,
-        **config.model_dump(include={"seed": True, "rollout": True, "grading": {"seconds", "max_characters"}}),
+        "task": task,
     }
-    content = json_text({**depends_on, "task": task}, sort_keys=True)
+    content = json_text(depends_on | settings, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -29,6 +29,21 @@ from recjax.tasks.problems import Problem, question_of
 Known = dict[bytes, tuple[str, Problem]]  # rendered prompt and problem of the task, by `content_of`
 
 
+class _Ungraded(NamedTuple):
+    """A stored completion that has no reward of the grader.
+
+    number: number of the completion in the store.
+    text: rendered prompt.
+    opening: thinking tag that the prompt leaves open, or an empty string.
+    """
+
+    number: int
+    completion: Completion
+    text: str
+    problem: Problem
+    opening: str
+
+
 def known_problems(setup: Setup) -> Known:
     """The task's problems; checks that the reward can grade the store's other prompts, which have no columns.
 
@@ -40,11 +55,14 @@ def known_problems(setup: Setup) -> Known:
     for prompts in (setup.held_out, setup.train):
         rows = zip(prompts.tokens, prompts.mask, prompts.texts, prompts.problems, strict=True)
         for tokens, mask, text, problem in rows:
-            group = Group("", tokens[mask], (), problem.prompt, problem.answer)
+            group = Group(
+                id="", prompt_tokens=tokens[mask], completions=(), prompt=problem.prompt, answer=problem.answer
+            )
             known[content_of(group, has_agents)] = (text, problem)
     assert setup.stored is not None
     groups = setup.stored.groups
-    is_known = np.isin(groups.contents(has_agents), [signed_hash(content) for content in known])
+    known_hashes = [signed_hash(content) for content in known]
+    is_known = np.isin(groups.contents(has_agents), known_hashes)
     for group in groups.chosen(~is_known):
         reward = setup.grading.reward
         if isinstance(reward, MixedReward):
@@ -92,52 +110,70 @@ def _grade(setup: Setup, known: Known, grader: str) -> None:
     groups = dataclasses.replace(setup.stored.groups, changes=())  # only training needs the changes
     graded = groups.rewards_of(grader)["graded"][groups.places]
     sizes = groups.sizes
+    tokenizer = setup.policy.tokenizer
+    has_agents = setup.agents is not None
     hosts.wait_for_all("the known grades of a store")
 
-    def rows() -> Iterator[tuple[int, Completion, str, Problem, str]]:
+    def ungraded_completions() -> Iterator[_Ungraded]:
         is_lacking = graded < sizes
-        for (group, numbers), count in zip(
-            groups.chosen(is_lacking).numbered(), graded[is_lacking].tolist(), strict=True
-        ):
+        lacking_groups = groups.chosen(is_lacking).numbered()
+        graded_counts = graded[is_lacking].tolist()
+        for (group, numbers), graded_count in zip(lacking_groups, graded_counts, strict=True):
             # Answer and columns come from the task if it has the same prompt; otherwise the answer is the store's.
-            text, problem = known.get(content_of(group, setup.agents is not None)) or (
-                str(setup.policy.tokenizer.decode(group.prompt_tokens)),
-                Problem(group.prompt, cast(str, group.answer), task=str(group.completions[0].metadata.get("task", ""))),
-            )
-            done = groups.store.rewards(numbers.tolist(), grader) if count else ()
+            found = known.get(content_of(group, has_agents))
+            if found is not None:
+                text, problem = found
+            else:
+                text = str(tokenizer.decode(group.prompt_tokens))
+                task_name = str(group.completions[0].metadata.get("task", ""))
+                problem = Problem(group.prompt, cast(str, group.answer), task=task_name)
+            done = {}
+            if graded_count:
+                done = groups.store.rewards(numbers.tolist(), grader)
             for completion, number in zip(group.completions, numbers.tolist(), strict=True):
                 if number not in done:
-                    yield number, completion, text, problem, thoughts_opening(completion, setup.policy.tokenizer)
+                    yield _Ungraded(number, completion, text, problem, thoughts_opening(completion, tokenizer))
 
-    ungraded = rows()
+    ungraded = ungraded_completions()
     task = setup.config.task
     # One batch at a time, as in training.
     size = setup.config.rollout.prompts_per_step * setup.config.rollout.group_size
 
-    def submitted() -> Iterator[tuple[list, Grades]]:
-        while batch := list(itertools.islice(ungraded, size)):
-            answered = [
-                Answered.to(problem, text, completion.text, completion.sampled_tokens, completion.id, opening)
-                for _, completion, text, problem, opening in (batch[index] for index in hosts.share(len(batch)))
-            ]
-            yield batch, Grades(setup.grading.submit(answered), len(batch))
+    def next_batch() -> tuple[list[_Ungraded], Grades] | None:
+        """The next completions and their grades, which worker processes compute; None after the last batch."""
+        batch = list(itertools.islice(ungraded, size))
+        if not batch:
+            return None
+        answered = []
+        for index in hosts.share(len(batch)):
+            row = batch[index]
+            answered.append(
+                Answered.to(
+                    row.problem,
+                    row.text,
+                    completion=row.completion.text,
+                    length=row.completion.sampled_tokens,
+                    id=row.completion.id,
+                    opening=row.opening,
+                )
+            )
+        return batch, Grades(setup.grading.submit(answered), len(batch))
 
     with setup.grading, step_bar("regrading", int(sizes.sum()), initial=int(graded.sum())) as bar:
         rewards = {}
         written = time.monotonic()
-        nothing: Any = [None]  # after the last batch
-        # The workers grade a batch while the next one is read.
-        for (batch, grades), ahead in itertools.pairwise(itertools.chain(submitted(), nothing)):
-            graded_batch = grades.result()
-            if setup.agents:
-                tasks = [task.of(completion.metadata.get("task")) for _, completion, *_ in batch]
-                graded_batch = [
-                    with_counts(grade, completion, part_weights(own_task.reward_weights))
-                    for grade, (_, completion, *_), own_task in zip(graded_batch, batch, tasks, strict=True)
-                ]
+        submitted = next_batch()
+        while submitted is not None:
+            batch, grades = submitted
+            submitted = next_batch()  # the workers grade a batch while the next one is read
+            batch_grades = grades.result()
             if hosts.is_first():
-                rewards |= {number: (grade, None) for (number, *_), grade in zip(batch, graded_batch, strict=True)}
-                if not ahead or time.monotonic() - written > 1:  # a killed run repeats a second's grades
+                for row, grade in zip(batch, batch_grades, strict=True):
+                    if has_agents:
+                        own_task = task.of(row.completion.metadata.get("task"))
+                        grade = with_counts(grade, row.completion, part_weights(own_task.reward_weights))
+                    rewards[row.number] = (grade, None)
+                if submitted is None or time.monotonic() - written > 1:  # a killed run repeats a second's grades
                     groups.store.add_rewards(rewards, grader)
                     rewards = {}
                     written = time.monotonic()

@@ -66,10 +66,10 @@ def _model_of_run(config: Config) -> ModelConfig:
     theirs = run_config(run)
     step = hosts.from_first(lambda: whole_step(run, theirs, name))
     if model.path or model.decoder:
-        shape = {"path", "decoder"}
-        other_shape = changes(
-            theirs.model.model_dump(include=shape), model.model_dump(include=shape), ignored={"decoder.characters"}
-        )
+        keys = {"path", "decoder"}
+        their_shape = theirs.model.model_dump(include=keys)
+        own_shape = model.model_dump(include=keys)
+        other_shape = changes(their_shape, own_shape, ignored={"decoder.characters"})
         if other_shape:
             raise UserError(
                 "model.run",
@@ -91,7 +91,9 @@ def _check_optimizer_state(config: Config, theirs: Config) -> None:
     """Refuses an optimizer state of another run that does not fit this run's parameters or optimizer."""
     remedy = "set optimizer.state=new to begin with a new state"
     keys = {"lora", "freeze"}
-    other_parameters = changes(theirs.model.model_dump(include=keys), config.model.model_dump(include=keys))
+    their_parameters = theirs.model.model_dump(include=keys)
+    own_parameters = config.model.model_dump(include=keys)
+    other_parameters = changes(their_parameters, own_parameters)
     if other_parameters:
         raise UserError(
             problem=(
@@ -130,7 +132,8 @@ def _model_of_adapter(model: ModelConfig) -> ModelConfig:
             "model.adapter = %r was trained on the base %r, not on model.path = %r", model.adapter, base, path
         )
     model = model.model_copy(update={"path": path})
-    lora = load_adapter(str(model.adapter), read_config(model_folder(path, ("config.json",))))[0]
+    base_config = read_config(model_folder(path, ("config.json",)))
+    lora, _ = load_adapter(str(model.adapter), base_config)
     if model.merge_adapter:
         return model
     if model.lora is not None and model.lora != lora:
@@ -177,7 +180,9 @@ def _with_chat_date(config: Config) -> Config:
         return config
 
     def today() -> str | None:
-        return date.today().isoformat() if reads_clock(model.path) else None
+        if not reads_clock(model.path):
+            return None
+        return date.today().isoformat()
 
     day = hosts.from_first(today)  # hosts in several time zones would have several days
     return config.model_copy(update={"model": model.model_copy(update={"chat_date": day})})

@@ -178,9 +178,11 @@ def setting_changes(config: Config, stored: Mapping[str, Any]) -> list[Change]:
     known = dotted(stored)
     changed = []
     for change in changes(stored, values):
-        is_new = change.name not in known and change.name in KEYS and change.now == KEYS[change.name].default
-        if not is_new and _key_above(change.name, open_keys) is None:
-            changed.append(change)
+        if change.name in KEYS and change.name not in known and change.now == KEYS[change.name].default:
+            continue
+        if _key_above(change.name, open_keys) is not None:
+            continue
+        changed.append(change)
     return changed
 
 
@@ -193,7 +195,10 @@ def _open_keys(model: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]
         resolved += ["path"]
     if model["adapter"] and not model["merge_adapter"]:
         resolved += ["lora"]
-    open_keys = [f"model.{name}" for name in resolved if None in (model[name], stored.get(name))]
+    open_keys = []
+    for name in resolved:
+        if model[name] is None or stored.get(name) is None:
+            open_keys.append(f"model.{name}")
     # The characters of another run's decoder are those of its problems.
     if model["run"] and model["decoder"] and model["decoder"]["characters"] is None:
         open_keys.append("model.decoder.characters")
@@ -251,10 +256,13 @@ def check_config_file(run: Path, config: Config, stored: Mapping[str, Any] | Non
     removed_keys = [".".join(map(str, path)) for path in unknown_keys(stored)]
     changed = []
     for change in changes(stored, values):
-        is_of_other_version = change.name not in known or change.name.startswith(tuple(removed_keys))
-        is_named = _key_above(change.name, config.training.resume_with) is not None
-        if not (is_of_other_version or is_named or change.name in MAY_CHANGE):
-            changed.append(change)
+        if change.name not in known or change.name.startswith(tuple(removed_keys)):
+            continue  # one of the two versions does not have the key
+        if _key_above(change.name, config.training.resume_with) is not None:
+            continue
+        if change.name in MAY_CHANGE:
+            continue
+        changed.append(change)
     if changed:
         raise UserError(
             run / "config.yaml",
@@ -302,10 +310,11 @@ def check_weights(config: Config, stored: Mapping[str, str], weights: Mapping[st
         UserError: weights have changed. If only rounding may have changed them, as of a warm start on another mesh, or
             if the run reads them no more, a warning names them instead.
     """
+    has_files = config.model.path is not None or config.model.run is not None
+    may_be_rounded = not has_files or config.warm_start is not None  # the run computes its initial policy
     for name, there, now in _other_digests(stored, weights):
         words = f"{name}: the weights changed since this run began ({there} then, {now} now)"
-        has_files = config.model.path is not None or config.model.run is not None
-        if name == BASE and not (reads_base and has_files and config.warm_start is None):
+        if name == BASE and (may_be_rounded or not reads_base):
             logger.warning("%s; the run keeps the weights of its checkpoint", words)
         else:
             raise UserError(problem=words, remedy="restore them, or begin again with --overwrite or another output=…")
@@ -313,7 +322,11 @@ def check_weights(config: Config, stored: Mapping[str, str], weights: Mapping[st
 
 def _other_digests(stored: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
     """The digests, of those that both sides have, that differ."""
-    return [Change(name, stored[name], now[name]) for name in now if name in stored and stored[name] != now[name]]
+    changed = []
+    for name in now:
+        if name in stored and stored[name] != now[name]:
+            changed.append(Change(name, stored[name], now[name]))
+    return changed
 
 
 def warn_of_code(output: Path, stored: Mapping[str, str], code: Mapping[str, str]) -> None:
@@ -331,7 +344,9 @@ def warn_of_versions(output: Path, stored: Mapping[str, Any], now: Mapping[str, 
         stored, now: entries of environment.json.
     """
     names = [name for name in ("recjax", "recjax_source", "packages", "python") if name in stored]
-    changed = changes({name: stored[name] for name in names}, {name: now[name] for name in names})
+    stored_versions = {name: stored[name] for name in names}
+    own_versions = {name: now[name] for name in names}
+    changed = changes(stored_versions, own_versions)
     if changed:
         logger.warning(
             "%s resumes with other versions, so its numbers may differ from those of an uninterrupted run: %s",

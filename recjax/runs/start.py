@@ -89,16 +89,17 @@ def train(
         lock = stack.enter_context(run_lock.held(output))
         ahead = BackgroundCompiler()
         stack.callback(ahead.stop)
-        begun, state = begin(spec, overwrite, reward, sources, learner, ahead)
+        begun, state = begin(spec, overwrite, reward, sources=sources, learner=learner, ahead=ahead)
         stack.callback(begun.manager.close)
         run = stack.enter_context(opened_run(begun, state, trackers, lock, on_step))
         check(begun.setup)
         compile_update(begun.setup, run, state)
         with under_way("compiling evaluation and sampler", ahead.has_begun):
             ahead.wait()
-        first = [state]
-        del state  # another reference would keep its weights in memory during the loop
-        loop.train_steps(run, first.pop())
+        # The loop gets the only reference to the state: a second one would keep its weights in memory.
+        only_reference = [state]
+        del state
+        loop.train_steps(run, only_reference.pop())
         if hosts.is_first():
             cast(RunLog, run.log).finish()
         hosts.wait_for_all("the summary")
@@ -123,6 +124,9 @@ def opened_run(
     config = setup.config
     algorithm = config.algorithm.build()
     resumed = manager.latest_step() is not None
+    last_row = -1  # a new run keeps no rows of metrics
+    if resumed:
+        last_row = state.step
     with contextlib.ExitStack() as stack:
         # Ray installs its own handler of SIGTERM, so it starts before `stop_requests` installs recjax's handler.
         stack.enter_context(setup.grading)
@@ -137,9 +141,9 @@ def opened_run(
         metrics = stack.enter_context(
             MetricsWriter(
                 Path(config.output),
-                state.step if resumed else -1,
-                state.totals["metrics"],
-                trackers,
+                keep_through=last_row,
+                written=state.totals["metrics"],
+                trackers=trackers,
                 bar=bar,
                 watch=_row_watcher(on_step, stopping),
                 phases=setup.phases,
@@ -149,13 +153,15 @@ def opened_run(
         )
         del state  # another reference would keep its weights in memory
         after_step = stack.enter_context(settling_memory())
-        reads_parts = algorithm.reads("reward_parts")
+        part_weights = None
+        if algorithm.reads("reward_parts"):
+            part_weights = setup.grading.reward.weights
         yield Run(
             config=config,
             algorithm=algorithm,
             shape=setup.padded_shape,
             settings=setup.settings,
-            part_weights=setup.grading.reward.weights if reads_parts else None,
+            part_weights=part_weights,
             failures=setup.failures,
             source=source,
             learner=learner,
@@ -208,16 +214,22 @@ def begin(
         UserError: a task, model, store or folder that cannot be used, or a store that changed after the run began.
         Preempted: on a signal during the warm start on demonstrations, after the current step and its checkpoint.
     """
-    learner = learner or Learner()
+    if learner is None:
+        learner = Learner()
+    make_initial_policy = learner.initial_policy
+    if make_initial_policy is None:
+        make_initial_policy = initial_policy
+    # Sources and learners of a program may run other programs than those that are compiled ahead.
     is_new = overwrite or not _has_checkpoints(spec.config)
-    compiles = is_new and sources is source_of and type(learner).evaluate is Learner.evaluate
+    has_own_sampling = sources is not source_of or type(learner).evaluate is not Learner.evaluate
+    compiles_ahead = is_new and not has_own_sampling
 
     def make_policy(config: Config, policy: Policy, train: Prompts) -> tuple[Policy, dict]:
-        if ahead is not None and compiles:
+        if ahead is not None and compiles_ahead:
             compile_sampling(config, policy, train, ahead)
-        make = learner.initial_policy or initial_policy
-        return make(config, policy, train)
+        return make_initial_policy(config, policy, train)
 
+    # `_first_state` calls `prepare`, so that no other function refers to the parameters.
     prepare_run = functools.partial(prepare, spec.config, make_policy, reward)
     started, state = _first_state(spec, overwrite, prepare_run, learner, sources)
     if started.manager.latest_step() is None:
@@ -225,7 +237,7 @@ def begin(
     return started, _restored_state(started, state)
 
 
-def _with_folder(spec: RunSpec, setup: Setup, overwrite: bool) -> Setup:
+def _with_open_folder(spec: RunSpec, setup: Setup, overwrite: bool) -> Setup:
     """Opens the run folder; returns the setup, whose stored completions have the run's rewards if it regrades them."""
     experience = spec.config.experience
     if experience is None or not experience.regrade:
@@ -246,14 +258,14 @@ def _first_state(
     """The run and its state before the first step; compares data and weights with those of the newest checkpoint.
 
     Args:
-        prepare_run: `prepare` with its arguments. Only this function refers to the parameters that it returns, so the
+        prepare_run: `prepare` with its arguments. As only this function refers to the parameters that it returns, the
             frozen ones leave the memory once the learner has them in its own dtype.
     """
     config = spec.config
     output = Path(config.output)
     setup, params = prepare_run()
     check_source(config)
-    setup = _with_folder(spec, setup, overwrite)
+    setup = _with_open_folder(spec, setup, overwrite)
     checkpoint.set_damaged_aside(output / "checkpoints")
     manager = checkpoint.open_checkpoints(output / "checkpoints")
     stored = checkpoint.newest_totals(manager)
@@ -304,11 +316,14 @@ def _restored_state(started: Started, state: State) -> State:
     Args:
         state: state before the first step, whose weights are deleted.
     """
-    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, (state.trained, started.learner.behavior_params(state)))
+    behavior_params = started.learner.behavior_params(state)
+    behavior_shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, behavior_params)
+    del behavior_params
+    trained_shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state.trained)
     for leaf in jax.tree.leaves(state.trained):
         if isinstance(leaf, jax.Array):
             leaf.delete()  # the restored arrays need its memory
-    restored = checkpoint.restore(started.manager, *shapes)
+    restored = checkpoint.restore(started.manager, trained_shapes, behavior_shapes)
     totals = state.totals | restored.totals
     totals["data"] = state.totals["data"]
     totals["config"] = state.totals["config"]

@@ -1,9 +1,7 @@
 """Reads stored runs: the config, the record of starts, and the steps of whole checkpoints."""
 
-import functools
 import json
 import logging
-import operator
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +99,9 @@ def run_config(run: Path) -> Config:
         values = read_yaml_file(path)
         unknown = unknown_keys(values)
         for *blocks, name in unknown:
-            block: Any = functools.reduce(operator.getitem, blocks, values)
+            block: Any = values
+            for key in blocks:
+                block = block[key]
             block.pop(name)
         config = make_config(values, source=str(path))
     except UserError as error:
@@ -118,8 +118,10 @@ def run_config(run: Path) -> Config:
 def _made_by(run: Path) -> str:
     """A note on the recjax version that made a run; empty if it is this version."""
     entries = starts(run)
-    made = entries[0].get("recjax") if entries else None
-    if made in (None, __version__):
+    if not entries:
+        return ""
+    made = entries[0].get("recjax")
+    if made is None or made == __version__:
         return ""
     return f"; the run was made with recjax {made}, this is {__version__}"
 

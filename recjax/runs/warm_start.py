@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import shutil
@@ -57,8 +56,8 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
     Raises:
         UserError: the cache cannot be written.
     """
+    assert config.warm_start is not None
     if jax.process_count() > 1:
-        assert config.warm_start is not None
         return supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
     digest = _base_policy_digest(config, policy, params, prompts)
     folder = cache_folder("warm_start") / digest
@@ -74,7 +73,6 @@ def warm_start(config: Config, policy: Policy, params: dict, prompts: Prompts) -
         if is_whole:
             logger.info("base policy from the cache: %s", folder)
             return checkpointer.restore(folder, jax.tree.map(ocp.utils.to_shape_dtype_struct, params))
-        assert config.warm_start is not None
         params = supervise(config.warm_start, policy, params, prompts, config.seed_of_base)
         for leftover in folder.parent.glob(f"{digest}*"):
             if leftover.is_dir():  # damaged, or left by a killed process
@@ -103,26 +101,28 @@ def _base_policy_digest(config: Config, policy: Policy, params: dict, prompts: P
     if not config.model.chat_template_kwargs:
         del model["chat_template_kwargs"]
     model["teacher"] = None  # Runs with and without a teacher start from the same base policy.
+    task = {key: value for key, value in values["task"].items() if not key.startswith("teacher_")}
     # Paths in the config are only names: files of problems and models may change under them.
     mistakes = repr([problem.mistakes for problem in prompts.problems])
     depends_on = {
         "seed": config.seed_of_base,
         "model": model,
-        "task": {key: value for key, value in values["task"].items() if not key.startswith("teacher_")},
+        "task": task,
         "warm_start": values["warm_start"],
         "problems": [prompts_digest(prompts), hashlib.sha256(mistakes.encode()).hexdigest()],
         "weights": fingerprint(params),
         "version": __version__,
         "backend": jax.default_backend(),
     }
-    # Only values that a chat template sets, so that the digests of all other policies do not change.
+    # Only policies whose chat templates set these values have the keys, so the digests of other policies stay the same.
     chat_date = policy.tokenizer.init_kwargs.get(CHAT_DATE)
     if chat_date is not None:
         depends_on[CHAT_DATE] = chat_date
     end = turn_end(policy.tokenizer)
     if end is not None:
         depends_on["turn_end"] = end
-    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+    content = json.dumps(depends_on, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Prompts, seed: int) -> dict:
@@ -132,31 +132,37 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
     """
     optimizer = make_optimizer(OptimizerConfig())
-    rates = optax.cosine_decay_schedule(config.learning_rate, config.steps)(np.arange(config.steps))
+    schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
+    rates = np.asarray(schedule(np.arange(config.steps)))
     optimizer_state = first_state(optimizer, params).optimizer_state
-    mistakes = [problem.mistakes for problem in prompts.problems]
-    counts = np.array([len(texts) for texts in mistakes])
-    texts = [*prompts.answers, *itertools.chain.from_iterable(mistakes)]
-    are_chats = [not isinstance(problem.prompt, str) for problem in prompts.problems]
-    for is_chat, slips in list(zip(are_chats, mistakes, strict=True)):
-        are_chats += [is_chat] * len(slips)
+    problems = prompts.problems
+    # Rows of `tokens`: the answer to each problem, then the mistakes of the first problem, of the second, and so on.
+    texts = list(prompts.answers)
+    are_chats = [not isinstance(problem.prompt, str) for problem in problems]
+    for problem in problems:
+        texts += problem.mistakes
+        are_chats += [not isinstance(problem.prompt, str)] * len(problem.mistakes)
     tokens, mask = _demonstrations(policy, texts, are_chats)
-    first_mistake = len(counts) + np.cumsum(counts) - counts
+    counts = np.array([len(problem.mistakes) for problem in problems])
+    first_mistake = len(problems) + np.cumsum(counts) - counts
     generator = np.random.default_rng([seed, 2])
     with step_bar("warm start", config.steps) as bar:
-        for step, rate in enumerate(np.asarray(rates)):
-            wrong_fraction = config.wrong_fraction if step >= config.right_first * config.steps else 0.0
-            chosen = generator.integers(len(counts), size=config.batch_size)
+        for step, rate in enumerate(rates):
+            wrong_fraction = 0.0
+            if step >= config.right_first * config.steps:
+                wrong_fraction = config.wrong_fraction
+            chosen = generator.integers(len(problems), size=config.batch_size)
             if counts.all():
-                wrong = generator.random(config.batch_size) < wrong_fraction
-                rows = np.where(wrong, first_mistake[chosen] + generator.integers(counts[chosen]), chosen)
+                is_wrong = generator.random(config.batch_size) < wrong_fraction
+                mistakes = first_mistake[chosen] + generator.integers(counts[chosen])
+                rows = np.where(is_wrong, mistakes, chosen)
                 shown = tokens[rows]
             else:
                 rows = chosen
                 shown = _with_slips(tokens[rows], mask[rows], wrong_fraction, generator)
             batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
             params, optimizer_state, loss = _supervised_step(
-                policy.decoder, optimizer, params, optimizer_state, batch, rate
+                policy.decoder, optimizer, params, optimizer_state, batch=batch, learning_rate=rate
             )
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
@@ -165,17 +171,21 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
 
 def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and mask of the answers, each with an end token: the chat template's in chats, else the stop token."""
-    end = policy.stop_ids[0]
-    encoded = {}
+    stop_token = policy.stop_ids[0]
     end_of_turn = turn_end(policy.tokenizer)
     if end_of_turn is None:
-        end_of_turn = end
-    chosen = [*zip(answers, are_chats, strict=True)]
-    for answer, is_chat in dict.fromkeys(chosen):  # many problems share an answer
-        ids = [*encode_after(policy.tokenizer, (), answer, "answer"), end_of_turn if is_chat else end]
+        end_of_turn = stop_token
+    pairs = list(zip(answers, are_chats, strict=True))
+    encoded = {}
+    for answer, is_chat in dict.fromkeys(pairs):  # many problems share an answer
+        ids = encode_after(policy.tokenizer, (), answer, "answer")
+        if is_chat:
+            ids = [*ids, end_of_turn]
+        else:
+            ids = [*ids, stop_token]
         check_embedded(policy.tokenizer, ids, policy.vocabulary, f"warm_start: answer {answer!r:.80} with its end")
         encoded[answer, is_chat] = ids
-    rows = [encoded[pair] for pair in chosen]
+    rows = [encoded[pair] for pair in pairs]
     lengths = np.array([len(ids) for ids in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)
@@ -190,28 +200,45 @@ def _with_slips(
 
     An answer without tokens stays; all answers stay if they have only one distinct token.
     """
-    known = np.unique(tokens[:, :-1][mask[:, 1:]])
+    has_successor = mask[:, 1:]
+    known = np.unique(tokens[:, :-1][has_successor])  # distinct tokens, without the last ones of answers
     if len(known) < 2:
         return tokens
-    wrong = np.flatnonzero((generator.random(len(tokens)) < wrong_fraction) & (mask.sum(-1) > 1))
-    slip = generator.integers(mask[wrong].sum(-1) - 1)
+    lengths = mask.sum(-1)
+    is_wrong = (generator.random(len(tokens)) < wrong_fraction) & (lengths > 1)
+    wrong = np.flatnonzero(is_wrong)
+    slip = generator.integers(lengths[wrong] - 1)  # position of the replaced token in each wrong answer
     index = np.searchsorted(known, tokens[wrong, slip])
+    shift = generator.integers(1, len(known), len(wrong))  # never 0, so the token becomes another one
     slipped = tokens.copy()
-    slipped[wrong, slip] = known[(index + generator.integers(1, len(known), len(wrong))) % len(known)]
+    slipped[wrong, slip] = known[(index + shift) % len(known)]
     return slipped
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "optimizer"), donate_argnames=("optimizer_state",))
 def _supervised_step(decoder: Decoder, optimizer, params, optimizer_state, batch, learning_rate):
+    prompts, prompt_mask, completions, completion_mask = batch
+
     def cross_entropy(params):
-        score: Any = completion_logprobs
-        logprobs = score(decoder, params, *batch, sampling=Sampling(), chunk=1024).logprobs
-        return -jnp.sum(jnp.where(batch[-1], logprobs, 0.0)) / batch[-1].sum()
+        scores = completion_logprobs(
+            decoder,
+            params,
+            prompts,
+            prompt_mask,
+            completions=completions,
+            completion_mask=completion_mask,
+            sampling=Sampling(),
+            chunk=1024,
+        )
+        return -jnp.sum(jnp.where(completion_mask, scores.logprobs, 0.0)) / completion_mask.sum()
 
     loss, gradient = jax.value_and_grad(cross_entropy)(params)
-    rates = {"learning_rate": learning_rate, "clip_norm": 1.0}
-    updates, optimizer_state = optimizer.update(gradient, optimizer_state, params, **rates)
-    return *constrain_params((optax.apply_updates(params, updates), optimizer_state)), loss
+    updates, optimizer_state = optimizer.update(
+        gradient, optimizer_state, params, learning_rate=learning_rate, clip_norm=1.0
+    )
+    params = optax.apply_updates(params, updates)
+    params, optimizer_state = constrain_params((params, optimizer_state))
+    return params, optimizer_state, loss
 
 
 def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None:
@@ -226,14 +253,13 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
         return None
     settings = config.warm_start
     assert settings is not None and settings.demonstrations is not None
-    held_out = []
-    train = _tokenized(settings.demonstrations, "warm_start.demonstrations", "train", policy, settings.max_tokens)
+    chats = _tokenized(settings.demonstrations, "warm_start.demonstrations", "train", policy, settings.max_tokens)
     if settings.held_out is not None:
+        train = chats
         held_out = _tokenized(settings.held_out, "warm_start.held_out", "test", policy, settings.max_tokens)
     else:
-        order = np.random.default_rng([config.seed, 8]).permutation(len(train)).tolist()
-        count = min(len(train) // 10, _MOST_HELD_OUT)
-        chats = train
+        order = np.random.default_rng([config.seed, 8]).permutation(len(chats)).tolist()
+        count = min(len(chats) // 10, _MOST_HELD_OUT)
         train = [chats[index] for index in sorted(order[count:])]
         held_out = [chats[index] for index in sorted(order[:count])]
     digest = hashlib.sha256()
@@ -243,7 +269,8 @@ def load_demonstrations(config: Config, policy: Policy) -> Demonstrations | None
             for array in (row.prompt_tokens, row.tokens, row.mask):
                 digest.update(len(array).to_bytes(8, "little") + array.tobytes())
             longest = max(longest, len(row.prompt_tokens) + len(row.tokens) - 1)
-    return Demonstrations(train, held_out, Shape(settings.batch_size, None, longest, longest), digest.hexdigest())
+    shape = Shape(prompts=settings.batch_size, group=None, prompt_time=longest, time=longest)
+    return Demonstrations(train, held_out, shape, digest.hexdigest())
 
 
 def _tokenized(path: str, key: str, split: str, policy: Policy, max_tokens: int | None) -> list[Group]:
@@ -253,9 +280,12 @@ def _tokenized(path: str, key: str, split: str, policy: Policy, max_tokens: int 
         return [demonstration(row, policy) for row in rows]
 
     groups = hosts.shared_out(tokenize, read_data(path, key, split))
-    lengths = [max(len(row.prompt_tokens) + len(row.tokens) for row in group.completions[0].rows) for group in groups]
     if max_tokens is None:
         return groups
+    lengths = []
+    for group in groups:
+        rows = group.completions[0].rows
+        lengths.append(max(len(row.prompt_tokens) + len(row.tokens) for row in rows))
     kept = [group for group, length in zip(groups, lengths, strict=True) if length <= max_tokens]
     if not kept:
         raise UserError(
@@ -290,12 +320,18 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
         if any(message.get("tool_calls") for message in messages) and not reads_variable(tokenizer, "tool_calls"):
             raise UserError("tool_calls", "the chat template writes none", "take a model for tools, or remove the chat")
         end = turn_end(tokenizer)
-        ending = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
-        # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
-        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        trained = [
-            index for index in replies if messages[index].get("weight", 1) and messages[index].get("train", True)
-        ]
+        if end is None:
+            ending = ""
+            last = policy.stop_ids[0]
+        else:
+            ending = str(tokenizer.convert_ids_to_tokens(end))
+            last = end
+        trained = []  # indices of the assistant's messages to train on
+        for index, message in enumerate(messages):
+            # OpenAI's `weight` and axolotl's `train` exclude a turn, which stays part of later prompts.
+            is_included = message.get("weight", 1) and message.get("train", True)
+            if message["role"] == "assistant" and is_included:
+                trained.append(index)
         if not trained:
             raise UserError("messages", "no assistant's message has a weight above 0", "give one, or remove the chat")
         repeated = [variables] * len(trained)
@@ -315,24 +351,39 @@ def demonstration(row: FileRow, policy: Policy) -> Group:
                     "the chat template writes no reply, with an end, after its prompt for this turn",
                     "remove the chat, or take a model whose template does",
                 )
-            if unwritten := _unwritten(messages[index], text, len(prompt)):
+            unwritten = _unwritten(messages[index], text, len(prompt))
+            if unwritten:
                 raise UserError(
                     f"message {index}",
                     f"the chat template does not write {unwritten}, so the policy would learn to leave it out",
                     "move it into the content, remove it, or take a model whose template writes it",
                 )
             ids = trajectory.tokens_of(prompt, rendered=True)
-            last = policy.stop_ids[0] if end is None else end
             tokens = np.array([*encode_after(tokenizer, ids, reply, "reply"), last], np.int32)
-            trajectory.add(ids, Sampled(tokens, np.zeros(len(tokens), np.float32), 0 * tokens, False), prompt)
+            sampled = Sampled(
+                tokens=tokens,
+                logprobs=np.zeros(len(tokens), np.float32),
+                versions=np.zeros_like(tokens),
+                truncated=False,
+            )
+            trajectory.add(ids, sampled, prompt)
         for row_part in trajectory.rows:
             check_embedded(tokenizer, np.append(row_part.prompt_tokens, row_part.tokens), policy.vocabulary, "messages")
     except UserError as error:
         raise error.within(row.location) from error
     rows = tuple(row_part._replace(behavior_logprobs=None) for row_part in trajectory.rows)
-    turns = tuple(itertools.starmap(Turn, trajectory.ends))
-    shown = Completion(row.location, "demonstrations", reply, rows, None, None, False, Grade(1.0), turns=turns)
-    return Group(row.location, rows[0].prompt_tokens, (shown,), messages)
+    completion = Completion(
+        id=row.location,
+        source="demonstrations",
+        text=reply,
+        rows=rows,
+        sampling=None,
+        policy_version=None,
+        truncated=False,
+        grade=Grade(1.0),
+        turns=tuple(Turn(number, end_in_row) for number, end_in_row in trajectory.ends),
+    )
+    return Group(row.location, rows[0].prompt_tokens, (completion,), messages)
 
 
 def _unwritten(message: Mapping[str, Any], text: str, prompt: int) -> str | None:
@@ -346,9 +397,14 @@ def _unwritten(message: Mapping[str, Any], text: str, prompt: int) -> str | None
     """
     parts = {name: message.get(name) for name in ("content", *REASONING_KEYS)}
     calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(calls, list):
+        calls = []
+    for call in calls:
+        name = None
+        if isinstance(call, Mapping):
+            function = call.get("function", call)
+            if isinstance(function, Mapping):
+                name = function.get("name")
         parts[f"the tool call {name!r}"] = name
     before = "".join(text[:prompt].split())
     reply = "".join(text[prompt:].split())

@@ -61,6 +61,7 @@ def read_body(kind: type[T], values: Any) -> T:
     except pydantic.ValidationError as error:
         # Unknown keys come last, so that the reply names an invalid value first.
         first = min(error.errors(), key=lambda details: details["type"] == "extra_forbidden")
+    # An invalid key inside an object is refused by its own name, with the values that the object's class gives it.
     path = list(first["loc"])
     while len(path) > 1 and path[0] in kind.model_fields:
         inner = kind.model_fields[path[0]].annotation
@@ -72,19 +73,21 @@ def read_body(kind: type[T], values: Any) -> T:
     name = str(path[0])
     if first["type"] == "extra_forbidden":
         supported = [key for key in kind.model_fields if not taken_values(kind, key).endswith(_UNSUPPORTED)]
-        nearest = did_you_mean(name, supported)
-        this = "; this"
-        if nearest:
-            this = f"{nearest} This"
         keys = ", ".join(supported)
-        raise Refused(400, f"{name!r:.100} is not supported; remove it{this} request takes {keys}", param=name)
+        problem = f"{name!r:.100} is not supported; remove it"
+        nearest = did_you_mean(name, supported)
+        if nearest:
+            raise Refused(400, f"{problem}{nearest} This request takes {keys}", param=name)
+        raise Refused(400, f"{problem}; this request takes {keys}", param=name)
     takes = taken_values(kind, name)
     if first["type"] == "missing":
         raise Refused(400, f"{name} is missing; it takes {takes}", param=name)
-    error = first.get("ctx", {}).get("error", "")
-    if isinstance(error, UserError) and error.where:
-        raise Refused(400, str(error), param=name)
-    problem = str(error) or f"takes {takes}"
+    cause = first.get("ctx", {}).get("error", "")
+    if isinstance(cause, UserError) and cause.where:
+        raise Refused(400, str(cause), param=name)
+    problem = str(cause)
+    if not problem:
+        problem = f"takes {takes}"
     raise Refused(400, f"{name} = {values[name]!r:.100}: {problem}", param=name)
 
 
@@ -148,7 +151,9 @@ Stop = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_CHARACTE
 
 
 def _are_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
 def _is_call(value: Any) -> bool:
@@ -224,6 +229,12 @@ class SampledBody(Body):
         return self.logprobs is not None and self.logprobs is not False
 
 
+def _is_small_metadata(value: Mapping[str, str]) -> bool:
+    if len(value) > 16:
+        return False
+    return all(len(name) <= 64 and len(text) <= 512 for name, text in value.items())
+
+
 class ReplyBody(Body):
     """Keys about the reply as a whole."""
 
@@ -238,9 +249,7 @@ class ReplyBody(Body):
         dict[str, str],
         Takes(
             "an object of at most 16 texts of at most 512 characters, with keys of at most 64",
-            lambda value: (
-                len(value) <= 16 and all(len(name) <= 64 and len(text) <= 512 for name, text in value.items())
-            ),
+            _is_small_metadata,
         ),
     ] = {}
 
@@ -361,7 +370,8 @@ class Text(ReplyBody, SampledBody):
         if len(prompts) > MOST_CHOICES:
             raise UserError("", f"{len(prompts)} prompts at once; give {MOST_CHOICES} at most")
         for prompt in prompts:
-            if not (isinstance(prompt, str) and prompt) and not _are_token_ids(prompt):
+            is_text = isinstance(prompt, str) and prompt != ""
+            if not is_text and not _are_token_ids(prompt):
                 raise UserError("", f"{prompt!r:.100} takes token ids, at least one")
         return prompts
 
@@ -457,10 +467,10 @@ class RewardBody(Body):
         """
         try:
             return whole_grade(
-                self.reward,
-                self.reward_parts,
-                self.accurate,
-                self.turn_rewards,
+                reward=self.reward,
+                parts=self.reward_parts,
+                accurate=self.accurate,
+                turn_rewards=self.turn_rewards,
                 turns=turns,
                 known=known_rewards,
             )

@@ -115,7 +115,7 @@ def shown(monkeypatch):
     """The batches that a warm start shows; no step trains."""
     batches = []
 
-    def step(decoder, optimizer, params, state, batch, rate):
+    def step(decoder, optimizer, params, state, batch, learning_rate):
         batches.append(jax.device_get(batch))  # rows of an array on a device are slow to take
         return params, state, 0.0
 
