@@ -213,14 +213,17 @@ class RemoteEngine(contextlib.AbstractContextManager):
                 problem=str(error), remedy=f"{path} with {body} is part of a push of weights, so {unknown}"
             ) from error
         words = error_of(reply)[0]
-        with contextlib.suppress(ValueError):
+        try:
             parsed = reply.json()
-            says_failed = isinstance(parsed, dict) and parsed.get("success") is False
-            if reply.is_success and not says_failed:
-                return
+        except ValueError:
+            # vLLM's replies are no JSON.
+            is_accepted = not reply.text or "success" in reply.text.lower()
+        else:
+            is_accepted = True
             if isinstance(parsed, dict):
+                is_accepted = parsed.get("success") is not False
                 words = str(parsed.get("message", words))[:300]
-        if reply.is_success and (not reply.text or "success" in reply.text.lower()):  # vLLM's replies are no JSON
+        if reply.is_success and is_accepted:
             return
         raise UserError(
             self.server.named,
