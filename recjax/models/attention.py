@@ -75,20 +75,23 @@ def attend(
     """
     batch, heads, time, head_dim = queries.shape
     keys, values, mask = segments[0]
-    follow_from_ids = ids is not None and len(ids) == len(segments)
-    are_padded = follow_from_ids and all(tokens.dtype == bool for tokens in ids)
+    masks_follow_from_ids = ids is not None and len(ids) == len(segments)
+    are_right_padded = masks_follow_from_ids and all(tokens.dtype == bool for tokens in ids)
     is_complete_sequence = len(segments) == 1 and time > 1
-    has_prompt = len(segments) == 2 and time > 1 and are_padded and keys.shape[2] <= LONGEST_PROMPT * time
+    has_prompt = len(segments) == 2 and time > 1 and are_right_padded and keys.shape[2] <= LONGEST_PROMPT * time
+    fits_lengths = has_prompt or (is_complete_sequence and are_right_padded)
+    fits_splash = has_prompt or (is_complete_sequence and masks_follow_from_ids)
     # Pallas cannot compile for a mesh, nor for a GPU that this machine lacks.
     one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
+    fits_one_token = is_sampling and time == 1 and one_gpu and head_dim.bit_count() == 1
     has_cudnn = kernel in ("cudnn", "cudnn_lengths") and cap is None
-    if has_cudnn and kernel == "cudnn_lengths" and (has_prompt or (is_complete_sequence and are_padded)):
+    if has_cudnn and kernel == "cudnn_lengths" and fits_lengths:
         mixed = _on_each_device(functools.partial(_cudnn_with_prompts, scale=scale), queries, segments, ids)
     elif has_cudnn and is_complete_sequence:
         mixed = cudnn_attention(queries, keys, values, scale, mask=mask.reshape(-1, 1, time, time))
-    elif has_cudnn and is_sampling and time == 1 and one_gpu and head_dim.bit_count() == 1:
+    elif has_cudnn and fits_one_token:
         mixed = one_token_attention(queries, segments, scale)
-    elif kernel == "splash" and (has_prompt or (is_complete_sequence and follow_from_ids)):
+    elif kernel == "splash" and fits_splash:
         mixed = _on_each_device(functools.partial(_splash_with_prompts, scale=scale, cap=cap), queries, segments, ids)
     else:
         mixed = checkpoint_name(plain_attention(queries, segments, scale, cap), ATTENTION)
@@ -133,13 +136,17 @@ def _by_row(x: Array, operand: Array, axis: int) -> Float[Array, "batch heads ti
     repeats = batch // rows
     sharing = heads // kv_heads * time
     x = x.reshape(rows, repeats, kv_heads, sharing, size).swapaxes(1, 2)
+    x = x.reshape(rows, kv_heads, repeats * sharing, size)
+    summed_axes = ((3,), (axis,))
+    row_and_head = ((0, 1), (0, 1))
     summed = jax.lax.dot_general(
-        x.reshape(rows, kv_heads, repeats * sharing, size).astype(dtype),
+        x.astype(dtype),
         operand.astype(dtype),
-        (((3,), (axis,)), ((0, 1), (0, 1))),
+        (summed_axes, row_and_head),
         preferred_element_type=jnp.float32,
     )
-    return summed.reshape(rows, kv_heads, repeats, sharing, -1).swapaxes(1, 2).reshape(batch, heads, time, -1)
+    summed = summed.reshape(rows, kv_heads, repeats, sharing, -1).swapaxes(1, 2)
+    return summed.reshape(batch, heads, time, -1)
 
 
 def cudnn_attention(
