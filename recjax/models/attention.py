@@ -322,14 +322,14 @@ def splash_attention(
     time = queries.shape[2]
     earlier = keys.shape[2] - time
     padded = [_lengthened(x, 2, LANES) for x in (queries * scale, keys, values)]
-    shape = padded[0].shape[2], padded[1].shape[2]
+    padded_queries, padded_keys, _ = padded
+    shape = (padded_queries.shape[2], padded_keys.shape[2])
     block = next(size for size in (512, 256, LANES) if math.gcd(*shape) % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: Any = {f"block_{name}": block for name in names}
+    head_mask = splash_attention_mask.CausalMask(shape, offset=earlier)
     kernel: Any = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask(
-            [splash_attention_mask.CausalMask(shape, offset=earlier)] * queries.shape[1]
-        ),
+        splash_attention_mask.MultiHeadMask([head_mask] * queries.shape[1]),
         block_sizes=splash_attention_kernel.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
@@ -377,8 +377,8 @@ def _on_each_device(attention: Callable, queries: Array, segments: list, ids: tu
     if not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types):
         rows = dividing_axes(ROWS, len(ids[0]), mesh.shape)
         heads = PartitionSpec(rows, dividing_axes(("tensor",), pairs[0][0].shape[1], mesh.shape))
-        specs = {"in_specs": (heads, heads, PartitionSpec(rows)), "out_specs": heads}
-        attention = jax.shard_map(attention, **specs, check_vma=False)
+        in_specs = (heads, heads, PartitionSpec(rows))
+        attention = jax.shard_map(attention, in_specs=in_specs, out_specs=heads, check_vma=False)
     return zeroed(attention(queries, pairs, ids), ids[-1])
 
 
