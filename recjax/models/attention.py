@@ -75,20 +75,23 @@ def attend(
     """
     batch, heads, time, head_dim = queries.shape
     keys, values, mask = segments[0]
-    follow_from_ids = ids is not None and len(ids) == len(segments)
-    are_padded = follow_from_ids and all(tokens.dtype == bool for tokens in ids)
+    masks_follow_from_ids = ids is not None and len(ids) == len(segments)
+    are_right_padded = masks_follow_from_ids and all(tokens.dtype == bool for tokens in ids)
     is_complete_sequence = len(segments) == 1 and time > 1
-    has_prompt = len(segments) == 2 and time > 1 and are_padded and keys.shape[2] <= LONGEST_PROMPT * time
+    has_prompt = len(segments) == 2 and time > 1 and are_right_padded and keys.shape[2] <= LONGEST_PROMPT * time
+    fits_lengths = has_prompt or (is_complete_sequence and are_right_padded)
+    fits_splash = has_prompt or (is_complete_sequence and masks_follow_from_ids)
     # Pallas cannot compile for a mesh, nor for a GPU that this machine lacks.
     one_gpu = jax.default_backend() == "gpu" and jax.sharding.get_abstract_mesh().size <= 1
+    fits_one_token = is_sampling and time == 1 and one_gpu and head_dim.bit_count() == 1
     has_cudnn = kernel in ("cudnn", "cudnn_lengths") and cap is None
-    if has_cudnn and kernel == "cudnn_lengths" and (has_prompt or (is_complete_sequence and are_padded)):
+    if has_cudnn and kernel == "cudnn_lengths" and fits_lengths:
         mixed = _on_each_device(functools.partial(_cudnn_with_prompts, scale=scale), queries, segments, ids)
     elif has_cudnn and is_complete_sequence:
         mixed = cudnn_attention(queries, keys, values, scale, mask=mask.reshape(-1, 1, time, time))
-    elif has_cudnn and is_sampling and time == 1 and one_gpu and head_dim.bit_count() == 1:
+    elif has_cudnn and fits_one_token:
         mixed = one_token_attention(queries, segments, scale)
-    elif kernel == "splash" and (has_prompt or (is_complete_sequence and follow_from_ids)):
+    elif kernel == "splash" and fits_splash:
         mixed = _on_each_device(functools.partial(_splash_with_prompts, scale=scale, cap=cap), queries, segments, ids)
     else:
         mixed = checkpoint_name(plain_attention(queries, segments, scale, cap), ATTENTION)
@@ -133,13 +136,17 @@ def _by_row(x: Array, operand: Array, axis: int) -> Float[Array, "batch heads ti
     repeats = batch // rows
     sharing = heads // kv_heads * time
     x = x.reshape(rows, repeats, kv_heads, sharing, size).swapaxes(1, 2)
+    x = x.reshape(rows, kv_heads, repeats * sharing, size)
+    summed_axes = ((3,), (axis,))
+    row_and_head = ((0, 1), (0, 1))
     summed = jax.lax.dot_general(
-        x.reshape(rows, kv_heads, repeats * sharing, size).astype(dtype),
+        x.astype(dtype),
         operand.astype(dtype),
-        (((3,), (axis,)), ((0, 1), (0, 1))),
+        (summed_axes, row_and_head),
         preferred_element_type=jnp.float32,
     )
-    return summed.reshape(rows, kv_heads, repeats, sharing, -1).swapaxes(1, 2).reshape(batch, heads, time, -1)
+    summed = summed.reshape(rows, kv_heads, repeats, sharing, -1).swapaxes(1, 2)
+    return summed.reshape(batch, heads, time, -1)
 
 
 def cudnn_attention(
@@ -315,14 +322,14 @@ def splash_attention(
     time = queries.shape[2]
     earlier = keys.shape[2] - time
     padded = [_lengthened(x, 2, LANES) for x in (queries * scale, keys, values)]
-    shape = padded[0].shape[2], padded[1].shape[2]
+    padded_queries, padded_keys, _ = padded
+    shape = (padded_queries.shape[2], padded_keys.shape[2])
     block = next(size for size in (512, 256, LANES) if math.gcd(*shape) % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: Any = {f"block_{name}": block for name in names}
+    head_mask = splash_attention_mask.CausalMask(shape, offset=earlier)
     kernel: Any = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask(
-            [splash_attention_mask.CausalMask(shape, offset=earlier)] * queries.shape[1]
-        ),
+        splash_attention_mask.MultiHeadMask([head_mask] * queries.shape[1]),
         block_sizes=splash_attention_kernel.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
@@ -370,8 +377,8 @@ def _on_each_device(attention: Callable, queries: Array, segments: list, ids: tu
     if not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types):
         rows = dividing_axes(ROWS, len(ids[0]), mesh.shape)
         heads = PartitionSpec(rows, dividing_axes(("tensor",), pairs[0][0].shape[1], mesh.shape))
-        specs = {"in_specs": (heads, heads, PartitionSpec(rows)), "out_specs": heads}
-        attention = jax.shard_map(attention, **specs, check_vma=False)
+        in_specs = (heads, heads, PartitionSpec(rows))
+        attention = jax.shard_map(attention, in_specs=in_specs, out_specs=heads, check_vma=False)
     return zeroed(attention(queries, pairs, ids), ids[-1])
 
 

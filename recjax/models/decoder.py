@@ -127,7 +127,8 @@ class Decoder(nn.Module):
             [layers, batch, kv_heads, time, head_dim], or in the form of a context's; with `write_at`, the keys and
             values of the last context. States of delta nets are those after these tokens.
         """
-        (hidden,), cache = self.run((Tokens(tokens, positions, mask, experts),), contexts, write_at, angles)
+        part = Tokens(tokens, positions, mask, experts)
+        (hidden,), cache = self.run((part,), contexts, write_at, angles)
         return hidden, cache
 
     def rotary_angles(self, positions: Int[Array, "batch time"]) -> RotaryAngles | None:

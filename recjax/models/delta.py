@@ -86,11 +86,16 @@ def delta_rule(
         """[rows, time, heads, ...] as [rows, key_heads, value_heads / key_heads or 1, time, units]."""
         return jnp.moveaxis(x.reshape(*x.shape[:2], heads, x.shape[2] // heads, -1), 1, 3)
 
-    q, k, v, rate, decay = map(by_head, (unit(queries) * size**-0.5, unit(keys), values, rates, decays))
+    q = by_head(unit(queries) * size**-0.5)
+    k = by_head(unit(keys))
+    v = by_head(values)
+    rate = by_head(rates)
+    decay = by_head(decays)
     state = state.reshape(batch, heads, -1, size, value_dim)
     if time == 1:
         state = state * jnp.exp(decay)
-        state += k.mT * ((v - jnp.sum(state * k.mT, axis=-2, keepdims=True)) * rate)
+        stored = jnp.sum(state * k.mT, axis=-2, keepdims=True)
+        state += k.mT * ((v - stored) * rate)
         outputs = jnp.sum(state * q.mT, axis=-2, keepdims=True)
     else:
         outputs, state = _in_chunks(q, k, v, rate, decay, starts=starts, state=state)
@@ -136,10 +141,18 @@ def _in_chunks(
         outputs = _matmul(q_from_state, state) + _matmul(q_to_keys, corrections)
         return state * state_decay + _matmul(k_to_end.mT, corrections), outputs
 
-    chunk_arrays = q * from_state, _matmul(q, k.mT) * between, k * to_end, new, read, from_state[..., -1:, :]
+    chunk_arrays = (
+        q * from_state,
+        _matmul(q, k.mT) * between,
+        k * to_end,
+        new,
+        read,
+        from_state[..., -1:, :],
+    )
     state, outputs = jax.lax.scan(run, state, chunk_arrays)
     outputs = jnp.moveaxis(outputs, 0, -3)
-    return outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])[..., :time, :], state
+    outputs = outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])
+    return outputs[..., :time, :], state
 
 
 def _solve_unit_lower(

@@ -204,7 +204,8 @@ class Block(nn.Module):
             kernels.append(kernel)
             biases.append(bias)
         outputs = []
-        for name, bias, y in zip(features, biases, products(x, kernels, self.joined_projections), strict=True):
+        projected = products(x, kernels, self.joined_projections)
+        for name, bias, y in zip(features, biases, projected, strict=True):
             if bias is not None:
                 y = y + bias.astype(self.dtype)
             y = checkpoint_name(y, PRODUCT)
@@ -257,9 +258,10 @@ class Block(nn.Module):
             if write_at is not None:  # the last context has a place for these tokens
                 own = jax.tree.map(functools.partial(_written, index=write_at), sources.pop(), own)
             sources.append(own)
-            outputs.append(
-                self._attended(query, angles, sources, section, window=layer.windows, is_sampling=write_at is not None)
+            output = self._attended(
+                query, angles, sources, section, window=layer.windows, is_sampling=write_at is not None
             )
+            outputs.append(output)
         mixed = joined(outputs, _shapes(sections))
         if config.gated_attention:
             assert gate is not None

@@ -66,7 +66,8 @@ def sampling_logits(
     scores = scores / sampling.temperature
     keep = jnp.ones(scores.shape, bool)
     if 0 < sampling.top_k < scores.shape[-1]:
-        keep &= scores >= jax.lax.top_k(scores, sampling.top_k)[0][:, -1:]
+        highest, _ = jax.lax.top_k(scores, sampling.top_k)
+        keep &= scores >= highest[:, -1:]
     if sampling.top_p < 1.0:
         # Top-p applies to the tokens that top-k kept, as in transformers.
         descending = -jnp.sort(-jnp.where(keep, scores, -jnp.inf), axis=-1)
@@ -258,15 +259,17 @@ def chunked_scores(
 
 def _head(params: dict) -> dict:
     """The parameters that `logits` reads."""
-    name = "head" if "head" in params else "embedding"
-    return {name: params[name]}
+    if "head" in params:
+        return {"head": params["head"]}
+    return {"embedding": params["embedding"]}
 
 
 def last_hidden(
     hidden: Float[Array, "rows time hidden"], mask: Bool[Array, "rows time"]
 ) -> Float[Array, "rows hidden"]:
     """The hidden state at each row's last real token, for rows padded on the right."""
-    return jnp.take_along_axis(hidden, (mask.sum(-1) - 1)[:, None, None], axis=1)[:, 0]
+    last = mask.sum(-1) - 1
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
 def completion_logprobs(

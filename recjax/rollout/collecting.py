@@ -76,8 +76,8 @@ def sample_groups(
     sampled = [finished[ticket] for ticket in tickets]
     repeated = [prefixes[row // group_size] for row in range(len(sampled))]
     completions = sampled_completions(repeated, sampled, policy, sampling, source)
-    grouped = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
-    return problem_groups(name, prompts.problems, grouped)
+    by_prompt = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
+    return problem_groups(name, prompts.problems, by_prompt)
 
 
 def first_round_calls(
@@ -103,7 +103,7 @@ def first_round_calls(
         stop_ids=tuple(policy.stop_ids),
         recording=policy.recording,
     )
-    if max_tokens == 1:  # first tokens end the completions
+    if max_tokens == 1:  # the first two programs run the prompts and sample first tokens, which end the completions
         return calls[:2]
     return first_round(calls)
 
@@ -111,7 +111,11 @@ def first_round_calls(
 def _requests(
     prefixes: Sequence[np.ndarray], keys: np.ndarray, group_size: int, max_tokens: int, sampling: Sampling
 ) -> list[Request]:
-    return [Request(prefixes[row // group_size], key, max_tokens, sampling) for row, key in enumerate(keys)]
+    requests = []
+    for row, key in enumerate(keys):
+        prefix = prefixes[row // group_size]
+        requests.append(Request(prefix, key, max_tokens, sampling))
+    return requests
 
 
 def sampled_completions(
@@ -128,22 +132,24 @@ def sampled_completions(
     """
     if not sampled:
         return []
-    written = []
+    text_tokens = []
     for each in sampled:
         tokens = each.tokens
         if not each.truncated:  # a text has no token that ended its completion
             tokens = tokens[:-1]
-        written.append(tokens)
-    texts = decode_each_after(policy.tokenizer, prefixes, written)
+        text_tokens.append(tokens)
+    texts = decode_each_after(policy.tokenizer, prefixes, text_tokens)
+    # The versions of all completions end to end: two calls of NumPy, however many completions there are.
     versions = np.concatenate([each.versions for each in sampled])
     counts = np.array([len(each.tokens) for each in sampled])
     starts = counts.cumsum() - counts
-    oldest = np.minimum.reduceat(versions, starts).tolist()
-    newest = np.maximum.reduceat(versions, starts).tolist()
+    oldest_versions = np.minimum.reduceat(versions, starts).tolist()
+    newest_versions = np.maximum.reduceat(versions, starts).tolist()
+    columns = zip(prefixes, sampled, texts, oldest_versions, newest_versions, strict=True)
     completions = []
-    for prefix, each, text, first, last in zip(prefixes, sampled, texts, oldest, newest, strict=True):
+    for prefix, each, text, oldest, newest in columns:
         version_runs = ()
-        if first != last:
+        if oldest != newest:
             version_runs = runs_of(each.versions)
         completions.append(
             Completion(
@@ -152,7 +158,7 @@ def sampled_completions(
                 text=text,
                 rows=(Row(prefix, *each.row_columns),),
                 sampling=sampling,
-                policy_version=first,
+                policy_version=oldest,
                 truncated=each.truncated,
                 version_runs=version_runs,
             )
@@ -167,20 +173,30 @@ def problem_groups(name: str, problems: Sequence[Problem], completions: Sequence
         name: beginning of the ids that groups and completions get; of a mixture, they also get the task's name.
     """
     groups = []
-    numbers = itertools.count()
-    for number, (problem, answers) in enumerate(zip(problems, completions, strict=True)):
-        answers = [answer._replace(id=f"{name}/{next(numbers):05d}") for answer in answers]
-        if problem.task:
-            answers = [answer._replace(metadata={**answer.metadata, "task": problem.task}) for answer in answers]
+    completion_numbers = itertools.count()
+    for group_number, (problem, unnamed) in enumerate(zip(problems, completions, strict=True)):
+        answers = []
+        for answer in unnamed:
+            answer = answer._replace(id=f"{name}/{next(completion_numbers):05d}")
+            if problem.task:
+                answer = answer._replace(metadata={**answer.metadata, "task": problem.task})
+            answers.append(answer)
         rows = itertools.chain.from_iterable(answer.rows for answer in answers)
         first_row = next(rows, None)
-        tokens = np.zeros(0, np.int32)
+        prompt_tokens = np.zeros(0, np.int32)
         if first_row is not None:
-            tokens = first_row.prompt_tokens
+            prompt_tokens = first_row.prompt_tokens
         prompt = problem.prompt
         if not isinstance(prompt, str):
             prompt = list(prompt)
-        groups.append(Group(f"{name}/{number:05d}", tokens, tuple(answers), prompt, problem.answer))
+        group = Group(
+            id=f"{name}/{group_number:05d}",
+            prompt_tokens=prompt_tokens,
+            completions=tuple(answers),
+            prompt=prompt,
+            answer=problem.answer,
+        )
+        groups.append(group)
     return groups
 
 
@@ -191,7 +207,9 @@ def row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[np.ndarray, "*bat
 
 @functools.partial(jax.jit, static_argnums=1)
 def _row_keys(key: Key[Array, "*batches"], rows: int) -> UInt32[Array, "*batches rows words"]:
-    folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(key.ravel(), jnp.arange(rows))
+    fold_rows = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    fold_rows_of_batches = jax.vmap(fold_rows, in_axes=(0, None))
+    folded = fold_rows_of_batches(key.ravel(), jnp.arange(rows))
     return jax.random.key_data(folded.reshape(*key.shape, rows))
 
 
@@ -222,30 +240,36 @@ class Grades:
         if self._scores is None:
             return self._complete([])
         scores = self._scores.result()
-        missing = np.full(len(scores.rewards), np.nan, np.float32)
         # The shares of the processes may have different tasks of a mixture, whose rewards have different parts.
+        missing = np.full(len(scores.rewards), np.nan, np.float32)
         names = hosts.all_names(scores.parts)
         scores = scores._replace(parts={name: scores.parts.get(name, missing) for name in names})
-        rewards, parts, accurate, failures = hosts.gathered(scores, self._count)
-        part_values = {name: values.tolist() for name, values in parts.items()}
-        graded = zip(rewards.tolist(), accurate.tolist(), failures.tolist(), strict=True)
+        gathered: Scores = hosts.gathered(scores, self._count)
+        part_columns = {name: values.tolist() for name, values in gathered.parts.items()}
+        rewards = gathered.rewards.tolist()
+        accurate = gathered.accurate.tolist()
+        failures = gathered.failures.tolist()
         grades = []
-        for index, (reward, is_right, failure) in enumerate(graded):
-            values = {name: values[index] for name, values in part_values.items()}
-            grades.append(
-                Grade(
-                    reward=_known(reward),
-                    reward_parts={name: value for name, value in values.items() if not math.isnan(value)},
-                    accurate=None if math.isnan(is_right) else bool(is_right),
-                    failure=FAILURES[failure],
-                )
+        for index, (reward, is_right, failure) in enumerate(zip(rewards, accurate, failures, strict=True)):
+            reward_parts = {}
+            for name, values in part_columns.items():
+                if not math.isnan(values[index]):
+                    reward_parts[name] = values[index]
+            known_right = _known(is_right)
+            if known_right is not None:
+                known_right = bool(known_right)
+            grade = Grade(
+                reward=_known(reward), reward_parts=reward_parts, accurate=known_right, failure=FAILURES[failure]
             )
+            grades.append(grade)
         return self._complete(grades)
 
 
 def _known(value: float) -> float | None:
     """The value; None in the place of NaN."""
-    return None if math.isnan(value) else value
+    if math.isnan(value):
+        return None
+    return value
 
 
 def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grades:
@@ -260,5 +284,6 @@ def submit(groups: Sequence[Group], prompts: Prompts, grading: Grading) -> Grade
         problem = prompts.problems[number]
         text = prompts.texts[number]
         for answer in groups[number].completions:
-            answered.append(Answered.to(problem, text, answer.text, answer.sampled_tokens, answer.id))
-    return Grades(grading.submit(answered), sum(len(group.completions) for group in groups))
+            answered.append(Answered.to(problem, text, answer.text, length=answer.sampled_tokens, id=answer.id))
+    count = sum(len(group.completions) for group in groups)
+    return Grades(grading.submit(answered), count)

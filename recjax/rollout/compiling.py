@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+from jax.sharding import Mesh
 
 from recjax.rollout.programs import ProgramCall
 
@@ -21,6 +22,7 @@ class BackgroundCompiler:
         """Starts no thread yet."""
         self._threads = ThreadPoolExecutor(4, "compile ahead")
         self._listing: Future | None = None
+        self._mesh: Mesh | None = None
         self._compilations: dict[tuple, Future] = {}
 
     @property
@@ -52,12 +54,13 @@ class BackgroundCompiler:
             lowered = call.trace().lower()
             leaves, structure = jax.tree.flatten(call.arguments)
             shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-            name = call.function, structure, shapes, tuple(call.options.items())
+            program = (call.function, structure, shapes, tuple(call.options.items()))
             # JAX would compile a program twice for two threads at the same time.
-            if name not in self._compilations:
-                self._compilations[name] = self._threads.submit(self._in_mesh, lowered.compile)
+            if program not in self._compilations:
+                self._compilations[program] = self._threads.submit(self._in_mesh, lowered.compile)
 
     def _in_mesh(self, function: Callable, *arguments: object) -> None:
         # A thread has no mesh of its own, and JAX looks for a compiled program under the mesh in context.
+        assert self._mesh is not None
         with jax.set_mesh(self._mesh):
             function(*arguments)

@@ -69,17 +69,20 @@ class Engine:
         self._prefix_time = prefix_time
         self._newer = newer
         self._recording = recording
-        self._clock = DeviceClock() if clock is None else clock
+        if clock is None:
+            clock = DeviceClock()
+        self._clock = clock
         self._stacked: dict | None = None
         self._params: dict | None = None
         self._version = 0
-        self._numbers = itertools.count()
+        self._tickets = itertools.count()
         # A request waits in the queue, then, with its first token, as prefilled, then moves into a slot.
         self._queue: deque[Admitted] = deque()
         self._prefilled: Prefilled | None = None
         self._slots = Slots(self._decoder.cache_dtype)
         self._finished: dict[int, Sampled] = {}
-        self._plan = EnginePlan(0, prefix_time, [0], 0, ())
+        # A plan for no requests: the first request makes another one.
+        self._plan = EnginePlan(requests=0, prefix_time=prefix_time, slots=[0], round_time=0, lengths=())
 
     def replace_weights(self, params: dict, version: int) -> None:
         """Moves weights, stacked by layer, to the sampling devices and uses them for all tokens sampled from here on.
@@ -108,12 +111,14 @@ class Engine:
         """
         requests = list(requests)
         check_requests(requests, group_size, self._decoder.config.vocab_size)
-        jobs = [EngineJob(request, next(self._numbers)) for request in requests]
-        if group_size and len({request.sampling for request in requests}) == 1:
+        jobs = [EngineJob(request, ticket=next(self._tickets)) for request in requests]
+        distributions = {request.sampling for request in requests}
+        if group_size and len(distributions) == 1:
             self._queue.append(Admitted(jobs, group_size))
         else:
             # An entry each, so that requests move into slots one by one as these become free.
-            self._queue += [Admitted([job], None) for job in jobs]
+            for job in jobs:
+                self._queue.append(Admitted([job], group_size=None))
         return [job.ticket for job in jobs]
 
     def cancel(self, tickets: Collection[int]) -> None:
@@ -126,14 +131,18 @@ class Engine:
         self._finished = {ticket: done for ticket, done in self._finished.items() if ticket not in gone}
         if self._prefilled:
             self._keep_prefilled([job for job in self._prefilled.jobs if job.ticket not in gone])
-        # A batch keeps all its requests, as its programs fit their number exactly.
-        self._queue = deque(
-            admitted for admitted in self._queue if admitted.group_size or admitted.jobs[0].ticket not in gone
-        )
+        queue: deque[Admitted] = deque()
+        for admitted in self._queue:
+            # A batch keeps all its requests, as its programs fit their number exactly; other entries have one request.
+            is_batch = bool(admitted.group_size)
+            if is_batch or admitted.jobs[0].ticket not in gone:
+                queue.append(admitted)
+        self._queue = queue
 
     def so_far(self, tickets: Collection[int]) -> dict[int, Sampled]:
         """Tokens that unfinished requests in slots have sampled, by ticket."""
-        return completions_of([job for job in self._slots.jobs if job.ticket in tickets], self._stop_ids)
+        jobs = [job for job in self._slots.jobs if job.ticket in tickets]
+        return completions_of(jobs, self._stop_ids)
 
     def step(self) -> dict[int, Sampled]:
         """Fills free slots and decodes one round of tokens in all slots; returns the completions that ended, by ticket.
@@ -188,9 +197,7 @@ class Engine:
             free = self._plan.slots[-1] - live
             if free <= 0:
                 return
-            jobs, group_size = self._queue.popleft()
-            while not group_size and len(jobs) < free and self._queue and not self._queue[0].group_size:
-                jobs = jobs + self._queue.popleft().jobs
+            jobs, group_size = self._next_jobs(free)
             self._slots.find_continued(jobs)
             # Two programs: only one of them reads the contents of slots.
             continuing = [job for job in jobs if job.continued_slot is not None]
@@ -201,6 +208,18 @@ class Engine:
             if starting:
                 tokens, mask = self._complete_prefixes(starting, group_size)
                 self._prefill(starting, group_size, tokens, mask, None)
+
+    def _next_jobs(self, free: int) -> tuple[list[EngineJob], int | None]:
+        """Takes the next batch out of the queue, or up to `free` other requests; the second value is its group size."""
+        jobs, group_size = self._queue.popleft()
+        if group_size:
+            return jobs, group_size
+        jobs = list(jobs)
+        while self._queue and len(jobs) < free:
+            if self._queue[0].group_size:  # a batch waits until the slots are free
+                break
+            jobs += self._queue.popleft().jobs
+        return jobs, None
 
     def _waiting(self) -> int:
         """The number of requests that wait for slots of the current plan."""
@@ -255,7 +274,9 @@ class Engine:
         self._finished |= completions_of(ended, self._stop_ids)
         if started:
             lengths = mask.sum(-1, dtype=np.int32)
-            self._prefilled = Prefilled(started, cache, lengths, contents is not None, group_size)
+            self._prefilled = Prefilled(
+                jobs=started, cache=cache, lengths=lengths, continues=contents is not None, group_size=group_size
+            )
             self._assign_slots()
 
     def _complete_prefixes(
@@ -263,17 +284,21 @@ class Engine:
     ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"]]:
         """The jobs' prefixes, each different one once, and their mask; sets each job's row and index."""
         prefixes: list[np.ndarray] = []
-        rows: dict[int | bytes, int] = {}
+        row_of: dict[int | bytes, int] = {}
         for index, job in enumerate(jobs):
-            # Bytes of tokens compare all tokens at once; a group has one prefix, so its number is enough.
-            name = index // group_size if group_size else job.request.prefix.tobytes()
-            if name not in rows:
-                rows[name] = len(prefixes)
-                prefixes.append(job.request.prefix)
-            job.prefilled_row = rows[name]
+            prefix = job.request.prefix
+            if group_size:  # a group has one prefix, so the group's number identifies it
+                identity = index // group_size
+            else:  # bytes compare all tokens at once
+                identity = prefix.tobytes()
+            if identity not in row_of:
+                row_of[identity] = len(prefixes)
+                prefixes.append(prefix)
+            job.prefilled_row = row_of[identity]
             job.batch_index = index
-        time = self._plan.prompt_time(max(map(len, prefixes)))
-        return _padded(prefixes, self._plan.rows(len(prefixes)), time)
+        longest = max(len(prefix) for prefix in prefixes)
+        count = self._plan.rows(len(prefixes))
+        return _padded(prefixes, count, self._plan.prompt_time(longest))
 
     def _continuations(
         self, jobs: list[EngineJob]
@@ -286,23 +311,27 @@ class Engine:
             job.prefilled_row = row
         # Padded to few shapes, which take seconds to compile: agents continue one or two at once, with few tokens.
         count = self._plan.rows(max(len(runs), plan.FEWEST_CONTINUED))
-        time = power_of_two(max(plan.ROUND, max(map(len, runs))))
+        longest = max(len(run) for run in runs)
+        time = power_of_two(max(plan.ROUND, longest))
         # The tokens are written to the slots after the run, with their padding, which needs space too.
         needed = int(self._slots.table.cached[slots].max()) + time
         if needed > self._slots.capacity:
             self._slots.change_capacity(self._plan.cache_time(needed, self._slots.count))
         tokens, mask = _padded(runs, count, time)
-        return tokens, mask, self._slots.contents(slots[np.arange(count) % len(slots)])
+        # Rows that only fill up the program repeat a slot, as `_padded` repeats its tokens.
+        slot_of_row = slots[np.arange(count) % len(slots)]
+        return tokens, mask, self._slots.contents(slot_of_row)
 
     def _sample_first_tokens(self, scores: Array, jobs: list[EngineJob]) -> None:
         """Samples the first token of each completion; memory holds the scores of as many completions as slots."""
         keys = np.stack([job.request.key for job in jobs])
         rows = np.array([job.prefilled_row for job in jobs], np.int32)
-        most = self._plan.slots[-1]
-        for sampling, numbers in by_sampling(jobs).items():
-            size = min(most, self._plan.rows(len(numbers)))
+        most_slots = self._plan.slots[-1]
+        for sampling, places in by_sampling(jobs).items():
+            size = min(most_slots, self._plan.rows(len(places)))
             recording = self._recording.under(sampling)
-            for chunk in np.split(numbers, range(most, len(numbers), most)):
+            for start in range(0, len(places), most_slots):
+                chunk = places[start : start + most_slots]
                 # Completions repeat up to the size of the program, which has few sizes; repetitions are not read.
                 repeated = chunk[np.arange(size) % len(chunk)]
                 self._clock.call()
@@ -314,16 +343,17 @@ class Engine:
                 versions = np.full(size, self._version, np.int32)
                 # The pass over its prefix predicts a first token, and an update routes prompts again.
                 recorded = recorded | unrecorded(self._decoder, size)
-                for row, number in enumerate(chunk.tolist()):
-                    first = slice(row, row + 1)
-                    record = {name: values[first] for name, values in recorded.items()}
-                    jobs[number].rounds = [Round(tokens[first], logprobs[first], versions[first], record)]
+                for row, place in enumerate(chunk.tolist()):
+                    only = slice(row, row + 1)
+                    record = {name: values[only] for name, values in recorded.items()}
+                    jobs[place].rounds = [Round(tokens[only], logprobs[only], versions[only], record)]
 
     def _assign_slots(self) -> None:
         """Moves prefilled completions into free slots; those without a slot stay prefilled."""
         prefilled = self._prefilled
         assert prefilled is not None
-        count = first_enough(self._plan.slots, int(self._slots.live.sum()) + len(prefilled.jobs))
+        needed = int(self._slots.live.sum()) + len(prefilled.jobs)
+        count = first_enough(self._plan.slots, needed)
         assigned = self._slots.assign(prefilled, count, self._plan.cache_time(0, count))
         self._keep_prefilled(prefilled.jobs[assigned:])
 
@@ -340,19 +370,22 @@ class Engine:
     def _fit(self) -> None:
         """Makes space for a round in every slot, and reduces the slots of a batch to the number that it still needs."""
         slots = self._slots
-        keeps_contents = slots.live
-        time = self._plan.round_time
-        if not self._plan.is_batch:
+        if self._plan.is_batch:
+            keeps_contents = slots.live
+            space = self._plan.round_time
+        else:
             # Requests may continue free slots, so these keep their contents; while a batch samples, no request can.
-            keeps_contents = keeps_contents | slots.table.is_current
-            time *= 2  # the round of a different distribution also writes after slots that have had their own round
-        needed = int(slots.table.cached[keeps_contents].max()) + time
-        # Halves step by step, so that each number of slots is reached by one compiled program.
-        while self._plan.is_batch and first_enough(self._plan.slots, slots.fewest + self._waiting()) < slots.count:
-            fewer = next_lower(self._plan.slots, slots.count)
-            slots.change_count(fewer, self._plan.cache_time(needed, fewer))
-        slots.change_capacity(self._plan.cache_time(needed, slots.count, slots.capacity))
-        slots.make_space(time)
+            keeps_contents = slots.live | slots.table.is_current
+            # The round of a different distribution also writes after slots that have had their own round.
+            space = 2 * self._plan.round_time
+        needed = int(slots.table.cached[keeps_contents].max()) + space
+        if self._plan.is_batch:
+            # Halves step by step, so that each number of slots is reached by one compiled program.
+            while first_enough(self._plan.slots, slots.fewest + self._waiting()) < slots.count:
+                fewer = next_lower(self._plan.slots, slots.count)
+                slots.change_count(fewer, self._plan.cache_time(needed, fewer))
+        slots.change_capacity(self._plan.cache_time(needed, slots.count, current=slots.capacity))
+        slots.make_space(space)
 
     def _decode(self) -> None:
         """Decodes one round for each distribution among live slots; slots of other distributions pause during it.
@@ -360,22 +393,18 @@ class Engine:
         A round ends early once enough slots are free for waiting requests, or for a batch to continue with fewer slots.
         """
         slots = self._slots
-        live = slots.live
-        time = self._plan.round_time
-        free = slots.count
-        if self._waiting():
-            free = -(-slots.count // 8)
-        elif self._plan.is_batch and (slots.table.limits - slots.table.counts)[live].max() > time:
-            free -= next_lower(self._plan.slots, slots.count)
-        live_slots = np.flatnonzero(live)
-        for sampling, chosen in by_sampling(slots.jobs).items():
+        live_slots = np.flatnonzero(slots.live)
+        most_live = self._most_live_at_end()
+        for sampling, places in by_sampling(slots.jobs).items():
             # Temperature and cuts are part of the compiled program, so a round has a single distribution.
             is_sampling = np.zeros(slots.count, bool)
-            is_sampling[live_slots[chosen]] = True
-            paused = len(live_slots) - len(chosen)
+            is_sampling[live_slots[places]] = True
+            paused = len(live_slots) - len(places)
             # Below the number of slots that sample, or the round would end before its first token.
-            enough = np.clip(slots.count - free - paused, 0, len(chosen) - 1).astype(np.int32)
-            options = RoundOptions(sampling, self._stop_ids, time, self._recording.under(sampling))
+            enough = np.clip(most_live - paused, 0, len(places) - 1).astype(np.int32)
+            options = RoundOptions(
+                sampling, self._stop_ids, time=self._plan.round_time, recording=self._recording.under(sampling)
+            )
             start = slots.round_state(is_sampling)
             self._clock.call()
             slots.memory, state = decoding.decode(
@@ -388,14 +417,27 @@ class Engine:
             ended = np.flatnonzero(is_sampling & ~state.live)
             self._finished |= slots.finish(ended, self._stop_ids)
 
+    def _most_live_at_end(self) -> int:
+        """The number of live slots at which a round ends early; 0: the round ends with its last completion or token."""
+        slots = self._slots
+        if self._waiting():
+            # An eighth of the slots, rounded up, is enough for waiting requests.
+            return slots.count - -(-slots.count // 8)
+        if self._plan.is_batch:
+            left = slots.table.limits - slots.table.counts
+            if left[slots.live].max() > self._plan.round_time:
+                return next_lower(self._plan.slots, slots.count)
+        return 0
+
 
 def _padded(
     runs: Sequence[np.ndarray], count: int, time: int
 ) -> tuple[Int[np.ndarray, "rows time"], Bool[np.ndarray, "rows time"]]:
     """Runs of tokens as `count` rows, right-padded to `time`, and the rows' mask."""
     # Rows without a run repeat one: the scores of a row are those after its last token, so it needs a token.
-    rows = [*itertools.islice(itertools.cycle(runs), count)]
-    mask = np.arange(time) < np.array([len(row) for row in rows])[:, None]
+    rows = [runs[row % len(runs)] for row in range(count)]
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(time) < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)
     tokens[mask] = np.concatenate(rows)
     return tokens, mask

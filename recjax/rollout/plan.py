@@ -110,37 +110,40 @@ def plan_for(
         prompts = filled_up(requests // group_size)
         count = prompts * group_size
     else:
-        prompts = count = power_of_two(requests)
+        count = power_of_two(requests)
+        prompts = count
 
-    def needed(slots: int) -> int:
-        copies = prompts
-        if slots < count:  # each slot has a copy of its prompt
-            copies += slots
+    def needed_bytes(candidate: int) -> int:
+        prompt_copies = prompts
+        if candidate < count:  # each slot has a copy of its prompt
+            prompt_copies += candidate
         keys_values = key_value_bytes(
             decoder,
-            prompts=copies,
+            prompts=prompt_copies,
             prompt_tokens=prefix_time,
-            rows=slots,
+            rows=candidate,
             completion_tokens=int(CHANGING * (longest + 2 * ROUND)),
         )
-        return keys_values + state_bytes(decoder, prompts + slots) + score_bytes(decoder, slots)
+        return keys_values + state_bytes(decoder, prompts + candidate) + score_bytes(decoder, candidate)
 
     most = count
-    if slots is not None and not (group_size and slots >= requests):
+    if slots is None:
+        if needed_bytes(most) > ALWAYS_FREE:
+            if free is None:
+                free = free_bytes()
+            available = (1 - RESERVE) * free
+            while most > row_shards() and needed_bytes(most) > available:
+                most = _half(most)
+    elif not group_size or slots < requests:  # a batch gets no more slots than it has completions
         most = slots
-    if slots is None and needed(most) > ALWAYS_FREE:
-        if free is None:
-            free = free_bytes()
-        available = (1 - RESERVE) * free
-        while most > row_shards() and needed(most) > available:
-            most = filled_up(-(-most // 2))
     numbers = slot_numbers(most)
     if group_size is None:
-        return EnginePlan(count, prefix_time, numbers, ROUND, ())
+        return EnginePlan(count, prefix_time, slots=numbers, round_time=ROUND, lengths=())
     round_time = max(1, min(ROUND, longest - 1))
-    if longest <= 1 + ROUND and numbers[-1] >= count:
-        return EnginePlan(count, prefix_time, numbers[-1:], round_time, (0,))
-    return EnginePlan(count, prefix_time, numbers, round_time, cache_lengths(longest, round_time))
+    if longest <= 1 + ROUND and numbers[-1] >= count:  # a single round samples the complete batch
+        return EnginePlan(count, prefix_time, slots=numbers[-1:], round_time=round_time, lengths=(0,))
+    lengths = cache_lengths(longest, round_time)
+    return EnginePlan(count, prefix_time, slots=numbers, round_time=round_time, lengths=lengths)
 
 
 def filled_up(count: int) -> int:
@@ -169,11 +172,16 @@ def next_lower(numbers: Sequence[int], count: int) -> int:
 def slot_numbers(most: int) -> list[int]:
     """All numbers of slots that an engine may use, ascending: `most`, `most`/2, … down to FEWEST_SLOTS."""
     sizes = [filled_up(most)]
-    half = filled_up(-(-sizes[0] // 2))
+    half = _half(sizes[0])
     while FEWEST_SLOTS <= half < sizes[0]:
         sizes.insert(0, half)
-        half = filled_up(-(-half // 2))
+        half = _half(half)
     return sizes
+
+
+def _half(count: int) -> int:
+    """Half a number of slots, rounded up and filled up."""
+    return filled_up(-(-count // 2))
 
 
 def cache_lengths(longest: int, round_time: int) -> list[int]:
@@ -212,8 +220,10 @@ def key_value_bytes(decoder: Decoder, *, prompts: int, prompt_tokens: int, rows:
     shards = row_shards()
     if shape.num_kv_heads % tensor == 0:
         shards *= tensor
-    dtype = jnp.dtype(decoder.dtype if decoder.cache_dtype is None else decoder.cache_dtype)
-    per_token = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    dtype = decoder.cache_dtype
+    if dtype is None:
+        dtype = decoder.dtype
+    per_token = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * jnp.dtype(dtype).itemsize
     return per_token * (prompts * prompt_tokens + rows * completion_tokens) // shards
 
 
@@ -236,17 +246,25 @@ def free_bytes() -> int:
     """Free bytes of the device with the least, over all processes; devices that are CPUs share the host's memory."""
     free = []
     for device in jax.local_devices():
-        stats = device.memory_stats() or {}
-        if "bytes_limit" in stats:
+        stats = device.memory_stats()
+        if stats and "bytes_limit" in stats:
             free.append(stats["bytes_limit"] - stats["bytes_in_use"])
-            continue
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                on_host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        except (OSError, StopIteration):
-            on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        free.append(on_host // jax.local_device_count())
+        else:
+            free.append(_free_host_bytes() // jax.local_device_count())
     return hosts.smallest_of_all(min(free))
+
+
+def _free_host_bytes() -> int:
+    """Free bytes of the host's memory; half of all bytes on a system that does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable"):
+                    kibibytes = line.split()[1]
+                    return int(kibibytes) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 # --- Devices. Decoding reads every weight for every token. Weights split over many devices, as for training, would have
@@ -281,13 +299,13 @@ def grouped(decoder: Decoder, mesh: AnyMesh, free: int | None = None) -> AnyMesh
     shape = decoder.config
     if free is None:
         free = free_bytes()
+    largest_group = math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
     chosen = mesh
     needed = 0
-    most = math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
-    for size in range(1, most + 1):
-        if any(number % size for number in (mesh.size, shape.num_heads, shape.intermediate_size)):
+    for group_size in range(1, largest_group + 1):
+        if any(number % group_size for number in (mesh.size, shape.num_heads, shape.intermediate_size)):
             continue
-        sizes = {"data": mesh.size // size, "tensor": size}
+        sizes = {"data": mesh.size // group_size, "tensor": group_size}
         lengths = tuple(sizes.get(axis, 1) for axis in mesh.axis_names)
         if isinstance(mesh, AbstractMesh):
             chosen = AbstractMesh(lengths, mesh.axis_names, mesh.axis_types)

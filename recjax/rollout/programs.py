@@ -66,7 +66,8 @@ def engine_programs(
     slots = first_enough(plan.slots, prompts * group_size)
     tokens = jax.ShapeDtypeStruct((prompt_rows, plan.prefix_time), jnp.int32)
     mask = jax.ShapeDtypeStruct(tokens.shape, bool)
-    calls = [ProgramCall(decoding.prefill, (params, tokens, mask, None), {"decoder": decoder})]
+    prefill_call = ProgramCall(decoding.prefill, (params, tokens, mask, None), {"decoder": decoder})
+    calls = [prefill_call]
     prefill = functools.partial(decoding.prefill, decoder=decoder)
     cache, scores = jax.eval_shape(prefill, params, tokens, mask)
     cache = _slots_on_mesh(mesh, cache)
@@ -75,32 +76,35 @@ def engine_programs(
     completions = min(plan.slots[-1], plan.rows(prompts * group_size))
     rows = jax.ShapeDtypeStruct((completions,), jnp.int32)
     first_options = {"sampling": sampling, "recording": recording}
-    calls.append(ProgramCall(decoding.first_tokens, (scores, rows, _key_data(completions)), first_options))
+    first_arguments = (scores, rows, _key_data(completions))
+    calls.append(ProgramCall(decoding.first_tokens, first_arguments, first_options))
 
     shares_prompts = prompt_rows * group_size == slots
     creating, memory = _creation(mesh, decoder, plan, cache, slots=slots, shares_prompts=shares_prompts)
     calls += creating
     calls += _filling(cache, memory, slots=slots, shares_prompts=shares_prompts)
 
-    count = jax.ShapeDtypeStruct((), jnp.int32)
-    counts = jax.ShapeDtypeStruct((slots,), jnp.int32)
+    integers = jax.ShapeDtypeStruct((slots,), jnp.int32)
     state = SlotState(
         live=jax.ShapeDtypeStruct((slots,), bool),
-        lengths=counts,
-        cached=counts,
-        last=counts,
-        counts=counts,
-        limits=counts,
+        lengths=integers,
+        cached=integers,
+        last=integers,
+        counts=integers,
+        limits=integers,
         keys=_key_data(slots),
     )
-    round_options = {"decoder": decoder, "options": RoundOptions(sampling, stop_ids, plan.round_time, recording)}
-    calls.append(ProgramCall(decoding.decode, (params, memory, state, count), round_options))
+    enough = jax.ShapeDtypeStruct((), jnp.int32)
+    options = RoundOptions(sampling, stop_ids, time=plan.round_time, recording=recording)
+    round_options = {"decoder": decoder, "options": options}
+    calls.append(ProgramCall(decoding.decode, (params, memory, state, enough), round_options))
     for length in plan.lengths:
         if length > keys_values.cache_time(memory.later):
-            grow = functools.partial(keys_values.resized, time=length)
             calls.append(ProgramCall(keys_values.resized, (memory.later,), {"time": length}))
-            memory = memory._replace(later=_slots_on_mesh(mesh, jax.eval_shape(grow, memory.later)))
-            calls.append(ProgramCall(decoding.decode, (params, memory, state, count), round_options))
+            grow = functools.partial(keys_values.resized, time=length)
+            longer = jax.eval_shape(grow, memory.later)
+            memory = memory._replace(later=_slots_on_mesh(mesh, longer))
+            calls.append(ProgramCall(decoding.decode, (params, memory, state, enough), round_options))
     fewer = next_lower(plan.slots, slots)
     if fewer:
         order = jax.ShapeDtypeStruct((fewer,), jnp.int32)
@@ -114,8 +118,9 @@ def first_round(calls: Sequence[ProgramCall]) -> list[ProgramCall]:
 
     The later programs, for a longer cache or fewer slots, depend on the lengths of the completions.
     """
-    rounds = [number for number, call in enumerate(calls) if call.function is decoding.decode]
-    return list(calls[: rounds[0] + 1])
+    functions = [call.function for call in calls]
+    first = functions.index(decoding.decode)
+    return list(calls[: first + 1])
 
 
 def sampling_params(decoder: Decoder, mesh: AnyMesh) -> dict:
@@ -128,15 +133,15 @@ def sampling_params(decoder: Decoder, mesh: AnyMesh) -> dict:
     if not decoder.unrolled:
         return params
     unroll = functools.partial(unrolled_params, decoder.config)
-    unrolled = jax.tree.map(functools.partial(_on_mesh, mesh), jax.eval_shape(unroll, params))
+    unrolled = jax.eval_shape(unroll, params)
     if jax.default_backend() != "cpu":
-        return unrolled
+        return jax.tree.map(functools.partial(_on_mesh, mesh), unrolled)
     # On a CPU the layers are views of the stacked arrays, which may lie on any device; other arrays are unchanged.
-    layers = {}
+    sampled = {name: leaf for name, leaf in params.items() if name != "layers"}
     for name, layer in unrolled.items():
         if name not in params:
-            layers[name] = jax.tree.map(lambda leaf: leaf.update(sharding=None), layer)
-    return {name: leaf for name, leaf in params.items() if name != "layers"} | layers
+            sampled[name] = jax.tree.map(lambda leaf: leaf.update(sharding=None), layer)
+    return sampled
 
 
 def _creation(
@@ -145,18 +150,20 @@ def _creation(
     """The programs that create the slots' memory, and its shapes."""
     calls = []
 
-    def created(like: Any, **options: Any) -> Any:
+    def create(like: Any, **options: Any) -> Any:
+        """Adds a call of `empty` to the programs; returns the shapes of its result."""
         calls.append(ProgramCall(keys_values.empty, (like,), options))
-        return _slots_on_mesh(mesh, jax.eval_shape(functools.partial(keys_values.empty, **options), like))
+        shapes = jax.eval_shape(functools.partial(keys_values.empty, **options), like)
+        return _slots_on_mesh(mesh, shapes)
 
     prompts = cache.keys_values
     if not shares_prompts:
-        prompts = created(cache.keys_values, rows=slots, time=plan.prefix_time, dtype=decoder.cache_dtype)
+        prompts = create(cache.keys_values, rows=slots, time=plan.prefix_time, dtype=decoder.cache_dtype)
     time = plan.cache_time(0, slots)
-    later = created(cache.keys_values, rows=slots, time=time, dtype=decoder.cache_dtype)
+    later = create(cache.keys_values, rows=slots, time=time, dtype=decoder.cache_dtype)
     states = ()
     if cache.states:
-        states = created(cache.states, rows=slots)
+        states = create(cache.states, rows=slots)
     return calls, Memory(prompts, later, states)
 
 
@@ -166,9 +173,11 @@ def _filling(cache: Cache, memory: Memory, *, slots: int, shares_prompts: bool) 
     count = jax.ShapeDtypeStruct((), jnp.int32)
     calls = []
     if not shares_prompts:
-        calls.append(ProgramCall(keys_values.put_started, (memory.prompts, cache.keys_values, places, count), {}))
+        arguments = (memory.prompts, cache.keys_values, places, count)
+        calls.append(ProgramCall(keys_values.put_started, arguments, {}))
     if cache.states:
-        calls.append(ProgramCall(keys_values.put_started, (memory.states, cache.states, places, count), {}))
+        arguments = (memory.states, cache.states, places, count)
+        calls.append(ProgramCall(keys_values.put_started, arguments, {}))
     return calls
 
 

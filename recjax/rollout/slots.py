@@ -87,7 +87,9 @@ class Slots:
     @property
     def fewest(self) -> int:
         """The number of slots that live slots need if each stays on its device."""
-        return int(self.live.reshape(row_shards(), -1).sum(axis=1).max()) * row_shards()
+        shards = row_shards()
+        live_on_device = self.live.reshape(shards, -1).sum(axis=1)
+        return int(live_on_device.max()) * shards
 
     def change_count(self, count: int, capacity: int) -> None:
         """Changes the number of slots, keeping live ones; each then has its own copy of its prompt.
@@ -96,16 +98,19 @@ class Slots:
             count: new number, at least `fewest`, so that every live slot stays on its device.
             capacity: tokens that each slot can store after its prompt.
         """
+        # [devices, slots of a device]: slots are numbered device after device.
         shards = row_shards()
-        live = self.live.reshape(shards, -1)
-        _, old_share = live.shape
+        old_numbers = np.arange(self.count).reshape(shards, -1)
+        if count < self.count:  # a device's live slots come first, so that only free ones are dropped
+            is_free = ~self.live.reshape(shards, -1)
+            live_first = np.argsort(is_free, axis=1, kind="stable")
+            old_numbers = np.take_along_axis(old_numbers, live_first, axis=1)
+        old_share = old_numbers.shape[1]
         new_slots = np.arange(count // shards)
-        # With fewer slots, a device's live slots come first; with more slots, the order stays.
-        by_use = np.argsort(~live & (count < self.count), axis=1, kind="stable")
-        first_of_device = old_share * np.arange(shards)[:, None]
-        order = (by_use[:, new_slots % old_share] + first_of_device).ravel()
-        self.table = SlotTable(*(column[order] for column in self.table))
+        # A new slot begins as a copy of an old one, but free.
+        order = old_numbers[:, new_slots % old_share].ravel()
         is_added = np.tile(new_slots >= old_share, shards)
+        self.table = SlotTable._make(column[order] for column in self.table)
         self.table.live[is_added] = False
         self.table.is_current[is_added] = False
         self.memory = keys_values.gather_slots(self.memory, order.astype(np.int32), time=capacity)
@@ -114,7 +119,8 @@ class Slots:
         """Changes the number of tokens that each slot can store after its prompt."""
         assert self.memory is not None
         if capacity != self.capacity:
-            self.memory = self.memory._replace(later=keys_values.resized(self.memory.later, time=capacity))
+            later = keys_values.resized(self.memory.later, time=capacity)
+            self.memory = self.memory._replace(later=later)
 
     def make_space(self, tokens: int) -> None:
         """Drops the last tokens of free slots without space for `tokens` more; a round overwrites this space."""
@@ -142,6 +148,7 @@ class Slots:
         cache = prefilled.cache
         group_size = prefilled.group_size
         if prefilled.continues:
+            # The new tokens follow the tokens that the completions' slots already contain.
             slots = np.array([job.continued_slot for job in jobs], int)
             rows = [job.prefilled_row for job in jobs]
             self._copy("later", cache.keys_values, slots, rows, self.table.cached[slots])
@@ -157,22 +164,25 @@ class Slots:
             self._provide(cache, count, capacity)
             free = np.flatnonzero(~self.live)
             # Slots with the fewest useful tokens are reused first.
-            slots = free[np.argsort(self.reusable[free], kind="stable")][: len(jobs)]
+            free = free[np.argsort(self.reusable[free], kind="stable")]
+            slots = free[: len(jobs)]
             jobs = jobs[: len(slots)]
             rows = [job.prefilled_row for job in jobs]
-            self._copy("prompts", cache.keys_values, slots, rows, 0)
+            self._copy("prompts", cache.keys_values, slots, rows, tokens=0)
             self.table.lengths[slots] = prefilled.lengths[rows]
             self.table.cached[slots] = 0
         if cache.states:
-            self._copy("states", cache.states, slots, [job.prefilled_row for job in jobs], 0)
+            rows = [job.prefilled_row for job in jobs]
+            self._copy("states", cache.states, slots, rows, tokens=0)
         table = self.table
         table.live[slots] = True
         table.is_current[slots] = prefilled.has_current_weights
         table.counts[slots] = 1
-        table.jobs[slots] = np.fromiter(jobs, object, len(jobs))
+        table.jobs[slots] = np.fromiter(jobs, object, len(jobs))  # without a look into the jobs, unlike np.array
         table.last[slots] = [job.first_token for job in jobs]
         table.limits[slots] = [job.request.limit for job in jobs]
-        table.keys[slots] = np.array([job.request.key for job in jobs]).reshape(-1, table.keys.shape[1])
+        key_words = table.keys.shape[1]
+        table.keys[slots] = np.array([job.request.key for job in jobs]).reshape(-1, key_words)  # also without jobs
         return len(jobs)
 
     def _provide(self, cache: Cache, count: int, capacity: int) -> None:
@@ -187,7 +197,8 @@ class Slots:
         if count != keys_values.cache_rows(self.memory.prompts):
             self.change_count(count, self.capacity)
         if prompt_time > keys_values.cache_time(self.memory.prompts):
-            self.memory = self.memory._replace(prompts=keys_values.resized(self.memory.prompts, time=prompt_time))
+            prompts = keys_values.resized(self.memory.prompts, time=prompt_time)
+            self.memory = self.memory._replace(prompts=prompts)
 
     def _empty(self, like: KeysValues, count: int, time: int) -> KeysValues:
         return keys_values.empty(like, rows=count, time=time, dtype=self._dtype)
@@ -199,16 +210,20 @@ class Slots:
 
         Args:
             part: name of a field of `Memory`.
+            rows: for each of `slots`, the row of `new` that it gets.
             tokens: number of tokens that the part already holds in each slot; the new ones follow.
         """
         if not rows:
             return
         assert self.memory is not None
         # In as many columns as there are slots, so that any number of rows uses one compiled program.
+        copies = len(rows)
         places = np.zeros((3, self.count), np.int32)
-        places[:, : len(rows)] = np.broadcast_arrays(slots, rows, tokens)
+        places[0, :copies] = slots
+        places[1, :copies] = rows
+        places[2, :copies] = tokens
         old = getattr(self.memory, part)
-        copied = keys_values.put_started(old, new, places, np.int32(len(rows)))
+        copied = keys_values.put_started(old, new, places, np.int32(copies))
         self.memory = self.memory._replace(**{part: copied})
 
     # --- Sampling in slots.
@@ -246,11 +261,11 @@ class Slots:
         versions = np.full(state.tokens.shape[1], version, np.int32)
         slots = np.flatnonzero(sampling)
         for slot, count in zip(slots.tolist(), counts[slots].tolist(), strict=True):
-            row = slot, slice(count)
+            row = (slot, slice(count))
             # Most models record nothing: an empty dictionary for each slot would be work for the garbage collector.
             recorded = state.recorded
             if recorded:
-                recorded = {name: values[row] for name, values in state.recorded.items()}
+                recorded = {name: values[row] for name, values in recorded.items()}
             sampled = Round(state.tokens[row], state.logprobs[row], versions[:count], recorded)
             table.jobs[slot].rounds.append(sampled)
         table.counts[:] += counts
@@ -260,7 +275,8 @@ class Slots:
 
     def free(self, tickets: Container[int]) -> None:
         """Frees the slots of the given tickets."""
-        self.table.live[self.live] = [job.ticket not in tickets for job in self.jobs]
+        stays_live = [job.ticket not in tickets for job in self.jobs]
+        self.table.live[self.live] = stays_live
 
     def finish(self, ended: Int[np.ndarray, " some"], stop_ids: tuple[int, ...]) -> dict[int, Sampled]:
         """Frees slots and returns their completions by ticket."""
@@ -277,20 +293,26 @@ class Slots:
         """Gives each job the free slot, if any, that contains the longest beginning of the job's prefix."""
         table = self.table
         reusable = self.reusable
+        # Tokens as bytes, which are hashed and compared at once.
         slots_by_tokens: dict[bytes, list[int]] = {}
-        for slot in np.flatnonzero(~self.live & table.is_current):
+        for slot in np.flatnonzero(~self.live & table.is_current).tolist():
             job = table.jobs[slot]
-            tokens = np.concatenate([job.request.prefix, *(sampled.tokens for sampled in job.rounds)])
-            slots_by_tokens.setdefault(tokens[: reusable[slot]].tobytes(), []).append(int(slot))
+            tokens = [job.request.prefix]
+            tokens += [sampled.tokens for sampled in job.rounds]
+            contents = np.concatenate(tokens)[: reusable[slot]].tobytes()
+            slots_by_tokens.setdefault(contents, []).append(slot)
         if not slots_by_tokens:
             return
-        sizes = sorted({len(tokens) for tokens in slots_by_tokens}, reverse=True)
+        longest_first = sorted({len(contents) for contents in slots_by_tokens}, reverse=True)
         for job in jobs:
             prefix = job.request.prefix.tobytes()
-            for size in sizes:
+            for size in longest_first:
                 # At least one token of the prefix remains to be run: its scores give the first token.
-                if size < len(prefix) and slots_by_tokens.get(prefix[:size]):
-                    job.continued_slot = slots_by_tokens[prefix[:size]].pop(0)
+                if size >= len(prefix):
+                    continue
+                slots = slots_by_tokens.get(prefix[:size])
+                if slots:
+                    job.continued_slot = slots.pop(0)
                     break
 
 

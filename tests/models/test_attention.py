@@ -80,9 +80,9 @@ def kernels_here(monkeypatch):
     """Kernels of other devices run here: splash step by step, cuDNN's arguments through XLA."""
     ran = []
 
-    def splash(*arguments):
+    def splash(*arguments, **options):
         ran.append("splash")
-        return splash_attention(*arguments, interpret=True)
+        return splash_attention(*arguments, **options, interpret=True)
 
     dot_product_attention = jax.nn.dot_product_attention
 
