@@ -260,7 +260,8 @@ def score(
         layout = Layout()
     elif layout is None:
         layout = packed_layout(decoder, batch)
-    return on_host(score_batch(layout, decoder, params, put_rows(batch), sampling, chunk).logprobs)
+    scores = score_batch(layout, decoder, params, put_rows(batch), sampling=sampling, chunk=chunk)
+    return on_host(scores.logprobs)
 
 
 def choose_layout(
