@@ -45,7 +45,9 @@ class Axis:
         """
         values = {}
         for name in self.reads:
-            container = tokens if name in Tokens._fields else rows
+            container: Tokens | Rows = rows
+            if name in Tokens._fields:
+                container = tokens
             values[name] = getattr(container, name)
         result = self.apply(**values)
         if self.users:
@@ -91,7 +93,8 @@ class Axis:
 
     def with_options(self, values: dict[str, Any]) -> "Axis":
         """The same function with other values of some options, which may be arguments of a compiled program."""
-        return dataclasses.replace(self, options=tuple((dict(self.options) | values).items()))
+        options = dict(self.options) | values
+        return dataclasses.replace(self, options=tuple(options.items()))
 
 
 @functools.cache  # A config is built several times, and its functions are traced once.
@@ -141,7 +144,8 @@ def takes_arrays(axis: Axis, options: tuple[str, ...]) -> bool:
     """
 
     def called(value: jax.Array) -> Any:
-        return axis.with_options(dict.fromkeys(options, value))(*_small_values(axis))
+        changed = axis.with_options(dict.fromkeys(options, value))
+        return changed(*_small_values(axis))
 
     try:
         jax.eval_shape(called, 1.0)
@@ -222,7 +226,8 @@ def _check_result(axis: Axis, result: Any, tokens: Tokens, rows: Rows) -> None:
     found = "a scalar"
     if array.ndim:
         names = {time: "time", batch: "batch"}
-        found = f"an array of shape [{', '.join(names.get(size, str(size)) for size in array.shape)}]"
+        shape = ", ".join(names.get(size, str(size)) for size in array.shape)
+        found = f"an array of shape [{shape}]"
     raise UserError(
         "",
         f"must return {' or '.join(allowed)} of {kind}, and returns {found} and dtype {array.dtype}{_place(axis)}",
