@@ -29,13 +29,22 @@ def deviations(
     # Measured from the group's lowest reward, equal rewards are all 0, so their mean has no rounding error.
     above = rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index)
     above = jnp.where(kept, above, 0.0)
-    weights = kept.astype(above.dtype) if weights is None else jnp.where(kept, weights, 0).astype(above.dtype)
+    counts = kept
+    if weights is not None:
+        counts = jnp.where(kept, weights, 0)
+    counts = counts.astype(above.dtype)
     # A group without kept rows has sums of 0; dividing by at least 1 keeps its mean 0.
-    means = group_sums(weights * above, index) / jnp.maximum(group_sums(weights, index), 1.0)
+    means = group_sums(counts * above, index) / jnp.maximum(group_sums(counts, index), 1.0)
     return jnp.where(kept, above - means, 0.0)
 
 
-def _with_singletons(advantages, rewards, index, kept, singleton: Singleton):
+def _with_singletons(
+    advantages: Float[Array, " batch"],
+    rewards: Float[Array, " batch"],
+    index: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    singleton: Singleton,
+) -> Float[Array, " batch"]:
     """Advantages with the chosen value in groups of one kept row, and 0 where not kept."""
     value = {"zero": jnp.zeros_like(rewards), "reward": rewards}[singleton]
     # A single row has no other row to compare with; its deviation is 0 for any reward.

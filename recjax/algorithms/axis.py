@@ -45,10 +45,14 @@ class Axis:
         """
         values = {}
         for name in self.reads:
-            container = tokens if name in Tokens._fields else rows
+            container: Tokens | Rows = rows
+            if name in Tokens._fields:
+                container = tokens
             values[name] = getattr(container, name)
         result = self.apply(**values)
         if self.users:
+            if self.users != "reduction":
+                result = jnp.asarray(result)  # a user's function may return a NumPy array or a list
             _check_result(self, result, tokens, rows)
         return result
 
@@ -91,7 +95,8 @@ class Axis:
 
     def with_options(self, values: dict[str, Any]) -> "Axis":
         """The same function with other values of some options, which may be arguments of a compiled program."""
-        return dataclasses.replace(self, options=tuple((dict(self.options) | values).items()))
+        options = dict(self.options) | values
+        return dataclasses.replace(self, options=tuple(options.items()))
 
 
 @functools.cache  # A config is built several times, and its functions are traced once.
@@ -141,7 +146,8 @@ def takes_arrays(axis: Axis, options: tuple[str, ...]) -> bool:
     """
 
     def called(value: jax.Array) -> Any:
-        return axis.with_options(dict.fromkeys(options, value))(*_small_values(axis))
+        changed = axis.with_options(dict.fromkeys(options, value))
+        return changed(*_small_values(axis))
 
     try:
         jax.eval_shape(called, 1.0)
@@ -210,22 +216,22 @@ def _check_result(axis: Axis, result: Any, tokens: Tokens, rows: Rows) -> None:
         allowed = ["[batch, time]"]
     else:
         allowed = ["[batch, time]", "[batch, 1]"]
-    array = jnp.asarray(result)
     if is_mask:
         kind = "true and false"
-        is_kind = array.dtype == bool
+        is_kind = result.dtype == bool
     else:
         kind = "numbers"
-        is_kind = array.dtype != bool and jnp.isrealobj(array)
-    if is_kind and any(array.shape == sizes[shape] for shape in allowed):
+        is_kind = result.dtype != bool and jnp.isrealobj(result)
+    if is_kind and any(result.shape == sizes[shape] for shape in allowed):
         return
     found = "a scalar"
-    if array.ndim:
+    if result.ndim:
         names = {time: "time", batch: "batch"}
-        found = f"an array of shape [{', '.join(names.get(size, str(size)) for size in array.shape)}]"
+        shape = ", ".join(names.get(size, str(size)) for size in result.shape)
+        found = f"an array of shape [{shape}]"
     raise UserError(
         "",
-        f"must return {' or '.join(allowed)} of {kind}, and returns {found} and dtype {array.dtype}{_place(axis)}",
+        f"must return {' or '.join(allowed)} of {kind}, and returns {found} and dtype {result.dtype}{_place(axis)}",
         "a result for each row or token does not depend on the split into micro-batches",
     )
 

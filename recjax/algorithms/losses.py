@@ -180,20 +180,9 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         first = first_rows(batch.trajectories, batch.kept)
         counted = first.is_first
     tokens = Tokens(batch.completion_mask, token_turns=batch.token_turns)
-    rows = Rows(
-        foreign=batch.foreign,
-        trajectories=batch.trajectories,
-        kept=counted,
-        rewards=batch.rewards,
-        group_ids=batch.group_ids,
-        lengths=_lengths(batch),
-        reward_parts=batch.reward_parts,
-        part_weights=batch.part_weights,
-        turn_rewards=batch.turn_rewards,
-        key=batch.key,
-    )
+    rows = _rows_of_batch(batch, kept=counted)
 
-    # Selection.
+    # Selection. `counted` has the first row of each selected completion, and `kept` has all its rows.
     if algorithm.selection is not None:
         counted = algorithm.selection(tokens, rows)
     kept = counted
@@ -206,37 +195,20 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         tokens, share = _scored_tokens(algorithm, tokens, batch, kept)
         rows = rows._replace(effective_share=share)
 
-    # Advantages and weights.
+    # Advantages, weights and masks.
     advantages = algorithm.advantage(tokens, rows)
-    tokens = tokens._replace(advantages=advantages)
     if first is not None and advantages.ndim == 2:
-        if "trajectories" not in algorithm.advantage.reads:
-            # Such a function would give values only to the first row of each trajectory.
-            raise UserError(
-                "advantages",
-                "with trajectories, a function that does not read `trajectories` must return [batch]",
-                "choose another",
-                advantages.shape,
-            )
-        counted = kept
-        rows = rows._replace(kept=counted)
-    weights = counted.astype(advantages.dtype)
-    if algorithm.row_weight is not None:
-        weights = _called_on_minibatch(algorithm.row_weight, tokens, rows, batch.minibatch)
+        # Advantages of tokens cover all rows already, so their weights are computed at all rows too.
+        _check_covers_all_rows(algorithm.advantage, advantages)
+        rows = rows._replace(kept=kept)
+    tokens = tokens._replace(advantages=advantages)
+    weights = _row_weights(algorithm, tokens, rows, batch.minibatch)
     if first is not None:
         advantages = _copied_to_all_rows(advantages, first, kept)
         weights = _copied_to_all_rows(weights, first, kept)
         tokens = tokens._replace(advantages=advantages)
         rows = rows._replace(kept=kept)
-
-    # Masks of the functions that read the whole batch.
-    mask = None
-    masks = []
-    for axis in (algorithm.clip, algorithm.mask):
-        if axis is not None and axis.reads_whole_batch:
-            masks.append(_called_on_minibatch(axis, tokens, rows, batch.minibatch))
-    if masks:
-        mask = jnp.all(jnp.stack(masks), axis=0)
+    mask = _whole_batch_mask(algorithm, tokens, rows, batch.minibatch)
 
     # Advantages compare whole groups, but an update of a minibatch trains only its own rows.
     trained = kept
@@ -259,6 +231,22 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
     )
     # All these values weigh log π and are data; a gradient through a ratio or score in them would be another loss.
     return jax.lax.stop_gradient(terms)
+
+
+def _rows_of_batch(batch: BatchValues, kept: Bool[Array, " batch"]) -> Rows:
+    """The values of rows that functions may read before the scoring pass."""
+    return Rows(
+        foreign=batch.foreign,
+        trajectories=batch.trajectories,
+        kept=kept,
+        rewards=batch.rewards,
+        group_ids=batch.group_ids,
+        lengths=_lengths(batch),
+        reward_parts=batch.reward_parts,
+        part_weights=batch.part_weights,
+        turn_rewards=batch.turn_rewards,
+        key=batch.key,
+    )
 
 
 def _lengths(batch: BatchValues) -> Int[Array, " batch"] | None:
@@ -298,6 +286,40 @@ def _scored_tokens(
     # Rounding may put the share just above 1, which would turn the sign of 1 − share.
     share = jnp.minimum(effective_share(log_ratio, update_mask), 1.0)
     return tokens._replace(scored_log_ratio=log_ratio), jnp.broadcast_to(share, batch.rewards.shape)
+
+
+def _check_covers_all_rows(advantage: Axis, advantages: Float[Array, "batch time"]) -> None:
+    """Refuses advantages of tokens that only the first row of each trajectory has."""
+    if "trajectories" not in advantage.reads:
+        raise UserError(
+            "advantages",
+            "with trajectories, a function that does not read `trajectories` must return [batch]",
+            "choose another",
+            advantages.shape,
+        )
+
+
+def _row_weights(
+    algorithm: Algorithm, tokens: Tokens, rows: Rows, minibatch: Bool[Array, " batch"] | None
+) -> Float[Array, "batch *rest"]:
+    """The weights of the kept rows: those of the axis `weight` if its function reads the whole batch, else 1."""
+    if algorithm.row_weight is not None:
+        return _called_on_minibatch(algorithm.row_weight, tokens, rows, minibatch)
+    assert rows.kept is not None and tokens.advantages is not None
+    return rows.kept.astype(tokens.advantages.dtype)
+
+
+def _whole_batch_mask(
+    algorithm: Algorithm, tokens: Tokens, rows: Rows, minibatch: Bool[Array, " batch"] | None
+) -> Bool[Array, "batch time"] | None:
+    """The joint mask of clip and mask, as far as their functions read the whole batch; None if neither does."""
+    masks = []
+    for axis in (algorithm.clip, algorithm.mask):
+        if axis is not None and axis.reads_whole_batch:
+            masks.append(_called_on_minibatch(axis, tokens, rows, minibatch))
+    if not masks:
+        return None
+    return jnp.all(jnp.stack(masks), axis=0)
 
 
 def _called_on_minibatch(axis: Axis, tokens: Tokens, rows: Rows, minibatch: Bool[Array, " batch"] | None) -> Array:
@@ -342,7 +364,8 @@ def _observation_weights(
         return None
     assert batch.completion_mask is not None
     mask = batch.completion_mask & trained[:, None]
-    _, count = algorithm.reduction(Tokens(mask, per_token=jnp.zeros(mask.shape)), Rows(trajectories=batch.trajectories))
+    no_losses = Tokens(mask, per_token=jnp.zeros(mask.shape))
+    _, count = algorithm.reduction(no_losses, Rows(trajectories=batch.trajectories))
     observed = batch.observation_mask & trained[:, None]
     return jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
 
@@ -709,7 +732,8 @@ def _top_weights(
         factors = jnp.where(rows.mask, factors, 0.0)
     elif algorithm.mask is not None:
         log_ratio = log_difference(tokens.logprobs, tokens.behavior_logprobs, mask)
-        factors = jnp.where(algorithm.mask(tokens._replace(log_ratio=log_ratio), row_values), factors, 0.0)
+        is_kept = algorithm.mask(tokens._replace(log_ratio=log_ratio), row_values)
+        factors = jnp.where(is_kept, factors, 0.0)
 
     def weights_as_sampled(
         logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"]
@@ -732,7 +756,10 @@ def _top_weights(
     policy = with_rest(tokens.top_logprobs)
     behavior = with_rest(tokens.behavior_top_logprobs)
     # The other tokens share their ratio, but each is rare: a bound on probabilities must not read their sum.
-    rarer = jnp.log(LEAST_REST) - behavior[..., -1:]
-    policy = jnp.concatenate([policy[..., :-1], policy[..., -1:] + rarer], axis=-1)
-    behavior = jnp.concatenate([behavior[..., :-1], behavior[..., -1:] + rarer], axis=-1)
-    return jax.lax.stop_gradient(jax.vmap(weights_as_sampled, -1, -1)(policy, behavior))
+    policy_rest = policy[..., -1:]
+    behavior_rest = behavior[..., -1:]
+    to_rare = jnp.log(LEAST_REST) - behavior_rest
+    policy = jnp.concatenate([policy[..., :-1], policy_rest + to_rare], axis=-1)
+    behavior = jnp.concatenate([behavior[..., :-1], behavior_rest + to_rare], axis=-1)
+    weights_of_each = jax.vmap(weights_as_sampled, in_axes=-1, out_axes=-1)
+    return jax.lax.stop_gradient(weights_of_each(policy, behavior))

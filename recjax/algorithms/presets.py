@@ -18,9 +18,13 @@ Change = Mapping[str, Any] | str | Callable
 
 
 def _block(change: Change) -> Mapping[str, Any]:
-    return change if isinstance(change, Mapping) else {"name": change}
+    """A change as a mapping with the function's name and options."""
+    if isinstance(change, Mapping):
+        return change
+    return {"name": change}
 
 
+# The first function of each axis; terms with their own defaults, which turn them off.
 REINFORCE: dict[str, dict[str, Any]] = {axis: {"name": next(iter(table))} for axis, table in AXES.items()}
 REINFORCE |= {term: {} for term in ADDED_TERMS}
 # Changes of each algorithm to REINFORCE. Omitted options have the defaults of the functions' signatures.

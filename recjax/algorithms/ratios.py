@@ -87,7 +87,8 @@ def sequence_sum(
         >>> print(sequence_sum(jnp.array([[1.0, 2.0, 9.0]]), mask))
         [[3.]]
     """
-    return trajectory_sums(jnp.sum(jnp.where(completion_mask, per_token, 0.0), axis=-1), trajectories)[:, None]
+    row_sums = jnp.sum(jnp.where(completion_mask, per_token, 0.0), axis=-1)
+    return trajectory_sums(row_sums, trajectories)[:, None]
 
 
 def sequence_mean(
@@ -102,8 +103,9 @@ def sequence_mean(
         >>> print(sequence_mean(jnp.array([[1.0, 2.0, 9.0]]), mask))
         [[1.5]]
     """
+    row_lengths = jnp.sum(completion_mask, axis=-1, dtype=per_token.dtype)
+    lengths = trajectory_sums(row_lengths, trajectories)[:, None]
     # A completion without tokens has sum 0; dividing by at least 1 keeps its mean 0.
-    lengths = trajectory_sums(jnp.sum(completion_mask, axis=-1, dtype=per_token.dtype), trajectories)[:, None]
     return sequence_sum(per_token, completion_mask, trajectories) / jnp.maximum(lengths, 1.0)
 
 
@@ -121,7 +123,7 @@ def sequence_max(
     """
     largest = jnp.max(jnp.where(completion_mask, per_token, 0.0), axis=-1)
     if trajectories is not None:
-        largest = -group_minima(-largest, group_index(trajectories))
+        largest = -group_minima(-largest, group_index(trajectories))  # the maximum over the completion's rows
     return largest[:, None]
 
 
@@ -211,7 +213,9 @@ def per_token(values: Float[Array, "batch *rest"]) -> Float[Array, "batch #time"
         >>> per_token(jnp.array([1.0, 0.0])).shape
         (2, 1)
     """
-    return values[:, None] if values.ndim == 1 else values
+    if values.ndim == 1:
+        return values[:, None]
+    return values
 
 
 def behavior_anchor(behavior_logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:

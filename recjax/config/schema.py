@@ -405,7 +405,12 @@ class OptimizerConfig(ConfigBlock):
         """
         import optax  # imported here, so that grading workers start without JAX
 
-        options: dict[str, Any] = dict(_SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)
+        chosen: Mapping[str, Any]
+        if isinstance(self.schedule, str):
+            chosen = _SCHEDULES[self.schedule]
+        else:
+            chosen = self.schedule
+        options: dict[str, Any] = dict(chosen)
         schedule_key = "optimizer.schedule"
         name: Any = options.pop("name", None)
         known = [each for each in dir(optax.schedules) if re.fullmatch(r"[a-z]\w+_(schedule|decay)", each)]
@@ -533,7 +538,9 @@ class TrainingConfig(ConfigBlock):
                 "or null for no trace",
                 value=traced,
             )
-        known = resumable_keys(config) if self.resume_with else []
+        known = []
+        if self.resume_with:
+            known = resumable_keys(config)
         for name in self.resume_with:
             if name not in known:
                 raise UserError(
@@ -575,17 +582,15 @@ class TrainingConfig(ConfigBlock):
 
 MOST_PROBLEMS = 256
 
-# 0 or within the range of rollout.temperature.
-_Temperature = Annotated[
-    Float,
-    checked(
-        lambda value: (
-            None
-            if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
-            else f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
-        )
-    ),
-]
+
+def _problem_with_temperature(value: float) -> str | None:
+    """The reason why evaluation cannot sample at a temperature; None if it can."""
+    if value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE:
+        return None
+    return f"must be 0, for greedy completions, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+
+
+_Temperature = Annotated[Float, checked(_problem_with_temperature)]
 
 
 class EvaluationConfig(ConfigBlock):
@@ -819,6 +824,12 @@ def resumable_keys(config: Config) -> list[str]:
     return keys
 
 
+def _may_change(name: str) -> bool:
+    """True if a run may resume although a key differs, by itself or as a key of a block that may differ."""
+    key_and_blocks = itertools.accumulate(name.split("."), "{}.{}".format)  # "a", "a.b", "a.b.c"
+    return any(extra_of(KEYS[each])["may_change"] for each in key_and_blocks)
+
+
 def full_name(name: str, value: Any) -> str:
     """The dotted key that a program means with a name of SHORT_NAMES; `model` and `algorithm` are also blocks."""
     if isinstance(value, Mapping):
@@ -840,12 +851,7 @@ SHORT_NAMES = {
 # Every dotted key and its field.
 KEYS = schema_keys(Config)
 # The keys with which a run may resume although they differ, by themselves or as keys of such a block; see `key`.
-MAY_CHANGE = frozenset(
-    name
-    for name in KEYS
-    for block in itertools.accumulate(name.split("."), "{}.{}".format)
-    if extra_of(KEYS[block])["may_change"]
-)
+MAY_CHANGE = frozenset(name for name in KEYS if _may_change(name))
 # Blocks that a text stands for, and the function from the text to the block's keys.
 SHORT_FORMS: dict[str, Any] = {
     "task": named_task,

@@ -82,8 +82,12 @@ class Learner:
         self._policy = policy
         self._held_out = held_out
         self.teacher = teacher
-        self._recipe = recipe_of(config, decoder, None if teacher is None else teacher.decoder)
-        self._rates = jax.device_get(jax.vmap(config.optimizer.build_schedule(steps))(np.arange(steps)))
+        teacher_decoder = None
+        if teacher is not None:
+            teacher_decoder = teacher.decoder
+        self._recipe = recipe_of(config, decoder, teacher_decoder)
+        learning_rates = jax.vmap(config.optimizer.build_schedule(steps))
+        self._rates = jax.device_get(learning_rates(np.arange(steps)))
         self._numbers = hyperparameters_of(config, 0.0)
         self._drop_key = drop_key(config.seed)
         self._is_unchecked = has_kernels(self._recipe.decoder)
@@ -93,7 +97,9 @@ class Learner:
             self.initial = in_compute_dtype(decoder, params, copy=True)
         # The trained parameters are donated to each update, so a reference to them needs arrays of its own.
         if needs_reference:
-            self.reference = reference if config.model.reference else self.initial
+            self.reference = self.initial
+            if config.model.reference:
+                self.reference = reference
         return first_state(self._recipe.optimizer, params)
 
     def behavior_params(self, state: State, copy: bool = False) -> dict:
@@ -137,7 +143,8 @@ class Learner:
         total: Any = 0
         for layout in layouts:
             # Log-probs are 0 outside a layout's minibatch.
-            total += score_batch(layout, recipe.decoder, params, batch, recipe.sampling, recipe.chunk).logprobs
+            scores = score_batch(layout, recipe.decoder, params, batch, sampling=recipe.sampling, chunk=recipe.chunk)
+            total += scores.logprobs
         return total
 
     def update(
@@ -183,14 +190,18 @@ class Learner:
         """The values of a step that `update.update` reads besides the state and the batch."""
         # An argument of the program and not a constant in it: runs with other rates share the compiled update.
         _, rate = _learning_rates(self._rates, trained.optimizer_state)
-        numbers = self._numbers | {"optimizer": self._numbers["optimizer"] | {"learning_rate": rate}}
+        optimizer_numbers = self._numbers["optimizer"] | {"learning_rate": rate}
+        numbers = self._numbers | {"optimizer": optimizer_numbers}
         # By batch, so that all updates of a batch drop the same completions.
         batch_number = schedule.batch_of(step, self._config.training.updates)
+        teacher_params = None
+        if self.teacher is not None:
+            teacher_params = self.teacher.params
         return UpdateContext(
             frozen=self.frozen,
             key=jax.random.fold_in(self._drop_key, batch_number),
             reference_params=self.reference,
-            teacher_params=None if self.teacher is None else self.teacher.params,
+            teacher_params=teacher_params,
             proximal_logprobs=proximal_logprobs,
             hyperparameters=numbers,
         )
@@ -234,4 +245,6 @@ def _learning_rates(schedule_rates: ArrayLike, optimizer_state: optax.OptState) 
     counts = optax.tree.get_all_with_path(optimizer_state, "count")
     count = counts[-1][1]  # The schedule's count comes after Adam's.
     rates = jnp.asarray(schedule_rates)
-    return rates[jnp.maximum(count - 1, 0)], rates[jnp.minimum(count, len(rates) - 1)]
+    latest = rates[jnp.maximum(count - 1, 0)]
+    following = rates[jnp.minimum(count, len(rates) - 1)]
+    return latest, following

@@ -63,15 +63,13 @@ def train_steps(run: Run, state: State) -> State:
     if config.samples_training_data:
         first_batch = "sampling the first batch, which compiles the sampler"
     batch: Any = None
-    with closing(
-        profiled_steps(
-            first,
-            last,
-            traced=config.training.profile_steps,
-            folder=Path(config.output) / "profile",
-            wait=lambda: jax.block_until_ready(state.trained),
-        )
-    ) as steps:
+
+    def wait_for_update() -> None:
+        jax.block_until_ready(state.trained)  # `state` is the loop's latest state when this is called
+
+    folder = Path(config.output) / "profile"
+    numbers = profiled_steps(first, last, traced=config.training.profile_steps, folder=folder, wait=wait_for_update)
+    with closing(numbers) as steps:
         for step in steps:
             run.saver.check()
 
@@ -95,23 +93,14 @@ def train_steps(run: Run, state: State) -> State:
             with under_way("compiling the update", step == first), run.phase("update"):
                 state, update = updated(run, state, batch, step)
 
-            # --- Log and evaluate. Before this, the previous step's row is written: its numbers are there by now.
-            run.log.settle()
-            # Recorded completions stay in the record, so weights that are not finite must not sample them. The row of
-            # the weights that sampled this batch is read by now.
-            run.source.write_record()
+            # --- Log and evaluate.
             if is_new_batch:
                 update = update._replace(queue_before=queue_before)
-            row = run.log.row(update, state)
-            evaluates = schedule.evaluates(step, config)
-            if evaluates:
-                row = run.log.read(row)  # raises before a broken policy is evaluated
-                row |= evaluated(run, state, "after" if step == last else "latest")
-            run.log.hold(row, state)
+            log_step(run, state, update)
 
             # --- Checkpoint.
             saves = schedule.saves(step, config)
-            if saves or evaluates:
+            if saves or schedule.evaluates(step, config):
                 run.log.settle()
             if saves:
                 state = saved(run, state)
@@ -119,11 +108,18 @@ def train_steps(run: Run, state: State) -> State:
             if stop_requests.any_says(bool(run.stopping)):  # with several processes: asked in the previous step
                 break
     if state.step < last:
-        run.log.settle()
-        if run.saver.newest != state.step:
-            saved(run, state)
-        raise Preempted(state.step, next(iter(run.stopping), signal.SIGTERM))
+        raise stopped(run, state)
     return state
+
+
+def stopped(run: Run, state: State) -> Preempted:
+    """Writes a checkpoint of the last step if it has none; returns the exception that ends the run."""
+    run.log.settle()
+    if run.saver.newest != state.step:
+        saved(run, state)
+    # With several processes, the signal may have reached only another one.
+    number = next(iter(run.stopping), signal.SIGTERM)
+    return Preempted(state.step, number)
 
 
 # --- Sync, sample, queue.
@@ -142,12 +138,13 @@ def next_groups(run: Run, state: State, step: int) -> State:
     count, _ = run.config.own_counts
     seed = run.config.seed
     state = sync_sampler(run, state, step)
-    before = state.queue
+    counts_before = state.queue.counts
     source.begin_step(state)
     rounds = 0
     while True:
         rounds += 1
-        state = state._replace(queue=state.queue._replace(round=state.queue.round + 1))
+        queue = state.queue._replace(round=state.queue.round + 1)
+        state = state._replace(queue=queue)
         for wait in (False, True):  # the source waits only if there are too few groups
             queue = state.queue
             for arrival in source.poll(state, step, wait):
@@ -156,13 +153,14 @@ def next_groups(run: Run, state: State, step: int) -> State:
             later, groups = take(queue, count, step, seed, settings)
             if groups is not None and not source.must_wait(later, step):
                 completed = source.completed(state, groups, step)
+                # The first are those from the queue; the others joined without waiting there.
                 later = replaced(later, groups, completed[: len(groups)])
                 return state._replace(queue=later, groups=tuple(completed))
             state = state._replace(queue=queue)
         if source.endless and run.stopping:
             return state
         if rounds >= settings.idle_rounds and not source.endless:
-            raise too_few_groups(run, step, removed=state.queue.counts - before.counts)
+            raise too_few_groups(run, step, removed=state.queue.counts - counts_before)
 
 
 def sync_sampler(run: Run, state: State, step: int) -> State:
@@ -203,7 +201,8 @@ def padded(run: Run, groups: tuple[Group, ...]) -> Batch:
     if run.algorithm.reads("turn_rewards", "token_turns"):
         turns = config.task.agent_turns
     if run.part_weights is not None:
-        check_graded_parts(map(run.settings.judge.seen, groups), run.part_weights)
+        seen_groups = map(run.settings.judge.seen, groups)
+        check_graded_parts(seen_groups, run.part_weights)
     batch = pad(groups, run.shape, logprobs=has_logprobs, turns=turns)
     top_tokens = 0
     if run.algorithm.score_centering:
@@ -257,7 +256,24 @@ def _layout(run: Run, state: State, batch: Batch, step: int) -> Layout:
     return run.learner.layout(batch, rows, state.totals.get("row_doublings"))
 
 
-# --- Evaluate and save.
+# --- Log, evaluate and save.
+
+
+def log_step(run: Run, state: State, update: Update) -> None:
+    """Gives the log the row of a step, with the metrics of an evaluation if the step evaluates."""
+    # The previous step's row is written first: its numbers are there by now.
+    run.log.settle()
+    # Recorded completions stay in the record, so weights that are not finite must not sample them. The row of the
+    # weights that sampled this batch is read by now.
+    run.source.write_record()
+    row = run.log.row(update, state)
+    if schedule.evaluates(state.step, run.config):
+        row = run.log.read(row)  # raises before a broken policy is evaluated
+        name = "latest"
+        if state.step == run.config.training.steps:
+            name = "after"
+        row |= evaluated(run, state, name)
+    run.log.hold(row, state)
 
 
 def evaluated(run: Run, state: State, name: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms, TokenTerms
 from recjax.algorithms.presets import free_options
+from recjax.algorithms.reduce import SumAndCount
 from recjax.algorithms.terms import term_metrics
 from recjax.config import Config, OptimizerConfig
 from recjax.config.model import POLICY
@@ -119,7 +120,9 @@ def make_optimizer(config: OptimizerConfig, average_rate: float | None = None) -
 def _clipped(
     function: Callable[..., Any], options: tuple[tuple[str, Any], ...], average_rate: float | None
 ) -> optax.GradientTransformationExtraArgs:
-    averaged = [] if average_rate is None else [parameter_average(average_rate)]
+    averaged = []
+    if average_rate is not None:
+        averaged = [parameter_average(average_rate)]
 
     def chain(learning_rate: ArrayLike, clip_norm: ArrayLike, weight_decay: ArrayLike = 0.0):
         if function is optax.adamw:
@@ -273,7 +276,14 @@ def update(
     logprobs, behavior_logprobs, entropy, mask, divergence = jax.tree.map(
         devices.whole, (scores.logprobs, batch.behavior_logprobs, scores.entropy, mask, scores.divergence)
     )
-    metrics |= diagnostics.diagnose(algorithm, all_rows, logprobs, behavior_logprobs, entropy, mask)
+    metrics |= diagnostics.diagnose(
+        algorithm,
+        all_rows,
+        logprobs=logprobs,
+        behavior_logprobs=behavior_logprobs,
+        entropy=entropy,
+        completion_mask=mask,
+    )
     metrics |= term_metrics(
         algorithm,
         logprobs=logprobs,
@@ -304,12 +314,12 @@ def _batch_values(
     observation_mask = None
     if algorithm.observations is not None:
         observation_mask = batch.real_tokens & ~sampled_mask & sampled_mask.any(-1, keepdims=True)
-    no_key: Any = None  # The key has no rows; it is equal on all devices.
+    no_key: Any = None  # Added at the end: the key has no rows to gather, and is equal on all devices.
     values = losses.BatchValues(
-        batch.rewards,
-        batch.group_ids,
-        sampled_mask.any(-1),
-        no_key,
+        rewards=batch.rewards,
+        group_ids=batch.group_ids,
+        kept=sampled_mask.any(-1),
+        key=no_key,
         completion_mask=sampled_mask,
         foreign=batch.policy_version == FOREIGN,
         reward_parts=batch.reward_parts,
@@ -325,7 +335,7 @@ def _batch_values(
     values = jax.tree.map(devices.whole, values)
 
     def scored_by(decoder: Decoder, params: dict, read: Batch) -> TokenScores:
-        scores = batch_logprobs(layout, decoder, params, read, recipe.sampling, recipe.chunk)
+        scores = batch_logprobs(layout, decoder, params, read, sampling=recipe.sampling, chunk=recipe.chunk)
         return jax.tree.map(devices.whole, scores)
 
     # A forward pass over the whole batch costs a third of the update, so it runs only for what reads its results.
@@ -351,29 +361,24 @@ def _teacher_params(state: TrainState, context: UpdateContext) -> dict:
     """All parameters of the teacher: a model of its own, the policy's average, or the policy."""
     if context.teacher_params is not None:
         return context.teacher_params
-    return combine(optax.tree.get(state.optimizer_state, "average", state.params), context.frozen)
+    trained = optax.tree.get(state.optimizer_state, "average", default=state.params)
+    return combine(trained, context.frozen)
 
 
 def _teacher_prompt_mask(batch: Batch) -> Bool[Array, "batch teacher_time"]:
     """The mask of the teacher's prompts with a token in every row: attention over no token would be NaN."""
     assert batch.teacher_prompt_mask is not None
-    return batch.teacher_prompt_mask | (jnp.arange(batch.teacher_prompt_mask.shape[1]) < 1)
+    is_first_token = jnp.arange(batch.teacher_prompt_mask.shape[1]) == 0
+    return batch.teacher_prompt_mask | is_first_token
 
 
 def _summed(
     recipe: Recipe, state: TrainState, batch: Batch, rows: RowTerms, layout: Layout, context: UpdateContext
 ) -> tuple[_Sums, TokenScores]:
     """The sums of all micro-batches, and the scores of the whole batch before the update."""
-    decoder = recipe.decoder
-    experts = decoder.config.experts
-    divergence = recipe.algorithm.teacher_divergence
-    # The parameters come from outside of the differentiated function: no gradient flows through a policy as teacher.
-    compared = None
-    if divergence is not None:
-        assert recipe.teacher is not None
-        compared = Compared(recipe.teacher, _teacher_params(state, context), divergence.bound())
+    teacher = _compared_teacher(recipe, state, context)
     # Gradients of unrolled layers are summed in that form: each micro-batch would stack them otherwise.
-    params = params_for(decoder, state.params)
+    params = params_for(recipe.decoder, state.params)
 
     def micro_batch(part: Batch, part_rows: RowTerms, index: Array) -> tuple[_Sums, TokenScores]:
         scored_part = part
@@ -382,54 +387,105 @@ def _summed(
             observed = layout.within(part_rows.observation_weights > 0, index)
             part_rows = part_rows._replace(observation_weights=part_rows.observation_weights * observed)
             scored_part = part._replace(completion_mask=part.completion_mask | observed)
+        part_teacher = teacher
+        if teacher is not None and part.teacher_prompts is not None:
+            part_teacher = teacher._replace(prompts=part.teacher_prompts, prompt_mask=_teacher_prompt_mask(part))
 
-        def scored_by(params: dict, read: Batch, compared: Compared | None = None) -> TokenScores:
-            params = combine(params_for(decoder, context.frozen), params_for(decoder, params))
-            scorer = Scorer(decoder, recipe.sampling, recipe.chunk)
-            return score_micro_batch(layout, scorer, params, read, index, compared=compared)
-
-        teacher = compared
-        if compared is not None and part.teacher_prompts is not None:
-            teacher = compared._replace(prompts=part.teacher_prompts, prompt_mask=_teacher_prompt_mask(part))
+        scored = functools.partial(_scored, recipe, context, layout, index=index)
 
         def micro_loss(params: dict) -> tuple[Array, tuple[Array, TokenScores]]:
-            scores = scored_by(params, scored_part, teacher)
-            reference = None
+            scores = scored(params, scored_part, compared=part_teacher)
+            reference_logprobs = None
             if context.reference_params is not None:
-                reference = scored_by(context.reference_params, freely_routed(scored_part)).logprobs
-            total, count = losses.loss(
-                recipe.algorithm,
-                scores.logprobs,
-                part.behavior_logprobs,
-                part_rows,
-                part.completion_mask,
-                losses.TermScores(
-                    reference_logprobs=reference,
-                    entropy=scores.entropy,
-                    divergence=scores.divergence,
-                    top_logprobs=scores.top_logprobs,
-                    behavior_top_logprobs=_behavior_top(recipe, part),
-                ),
-            )
-            if experts is not None and recipe.expert_balance:
-                assert isinstance(scores.load, Load)
-                # Times the count, because the loss is divided by the count of all micro-batches.
-                total += recipe.expert_balance * count * balance_loss(scores.load, experts.per_token)
+                reference_logprobs = scored(context.reference_params, freely_routed(scored_part)).logprobs
+            total, count = _micro_batch_loss(recipe, part, part_rows, scores, reference_logprobs)
             return total, (count, scores)
 
         (total, (count, scores)), gradient = jax.value_and_grad(micro_loss, has_aux=True)(params)
         sums = _Sums(total, count, constrain_params(gradient), scores.load)
         return sums, scores
 
+    no_sums = _no_sums(recipe.decoder, params)
+    return over_micro_batches(layout, batch, rows, no_sums, micro_batch, compares=teacher is not None)
+
+
+def _compared_teacher(recipe: Recipe, state: TrainState, context: UpdateContext) -> Compared | None:
+    """The teacher of the algorithm's divergence; None without one.
+
+    Its parameters come from outside of the differentiated function: no gradient flows through a policy as teacher.
+    """
+    divergence = recipe.algorithm.teacher_divergence
+    if divergence is None:
+        return None
+    assert recipe.teacher is not None
+    return Compared(recipe.teacher, _teacher_params(state, context), divergence.bound())
+
+
+def _scored(
+    recipe: Recipe,
+    context: UpdateContext,
+    layout: Layout,
+    params: dict,
+    part: Batch,
+    *,
+    index: Array,
+    compared: Compared | None = None,
+) -> TokenScores:
+    """The scores of a micro-batch by the policy's decoder.
+
+    Args:
+        params: parameters, with which the frozen ones are combined.
+        part: rows of the micro-batch with number `index`.
+        compared: add the divergence from this teacher.
+    """
+    decoder = recipe.decoder
+    params = combine(params_for(decoder, context.frozen), params_for(decoder, params))
+    scorer = Scorer(decoder, recipe.sampling, recipe.chunk)
+    return score_micro_batch(layout, scorer, params, part, index, compared=compared)
+
+
+def _micro_batch_loss(
+    recipe: Recipe,
+    part: Batch,
+    rows: RowTerms,
+    scores: TokenScores,
+    reference_logprobs: Float[Array, "batch time"] | None,
+) -> SumAndCount:
+    """The loss of a micro-batch as (sum, count), with the loss that balances experts."""
+    term_scores = losses.TermScores(
+        reference_logprobs=reference_logprobs,
+        entropy=scores.entropy,
+        divergence=scores.divergence,
+        top_logprobs=scores.top_logprobs,
+        behavior_top_logprobs=_behavior_top(recipe, part),
+    )
+    total, count = losses.loss(
+        recipe.algorithm,
+        logprobs=scores.logprobs,
+        behavior_logprobs=part.behavior_logprobs,
+        rows=rows,
+        completion_mask=part.completion_mask,
+        scores=term_scores,
+    )
+    experts = recipe.decoder.config.experts
+    if experts is not None and recipe.expert_balance:
+        assert isinstance(scores.load, Load)
+        # Times the count, because the loss is divided by the count of all micro-batches.
+        total += recipe.expert_balance * count * balance_loss(scores.load, experts.per_token)
+    return total, count
+
+
+def _no_sums(decoder: Decoder, params: dict) -> _Sums:
+    """The sums of no micro-batch: zeros, with a gradient in the form of `params`."""
     # Sharded like the parameters, because a loop keeps the sharding of the values that it begins with.
-    zeros = constrain_params(jax.tree.map(jnp.zeros_like, params))
+    no_gradient = constrain_params(jax.tree.map(jnp.zeros_like, params))
     no_load = None
+    experts = decoder.config.experts
     if experts is not None:
         routed_layers = decoder.config.num_layers - sum(experts.dense)
         no_tokens = jnp.zeros((routed_layers, experts.count))
         no_load = Load(no_tokens, no_tokens, jnp.zeros(()))
-    no_sums = _Sums(jnp.zeros(()), jnp.zeros(()), zeros, no_load)
-    return over_micro_batches(layout, batch, rows, no_sums, micro_batch, compares=compared is not None)
+    return _Sums(jnp.zeros(()), jnp.zeros(()), no_gradient, no_load)
 
 
 def _behavior_top(recipe: Recipe, batch: Batch) -> Float[Array, "batch time count"] | None:
@@ -448,7 +504,8 @@ def _stepped(
     """
     optimizer = optax.with_extra_args_support(recipe.optimizer)
     divisor = jnp.maximum(sums.count, 1)
-    gradient = stacked_params(recipe.decoder.config, jax.tree.map(lambda g: g / divisor, sums.gradient))
+    mean_gradient = jax.tree.map(lambda g: g / divisor, sums.gradient)
+    gradient = stacked_params(recipe.decoder.config, mean_gradient)
     updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params, **rates)
     # Skip the step without data: momentum and weight decay would change the parameters despite a zero gradient.
     updates = jax.tree.map(lambda x: jnp.where(sums.count > 0, x, 0), updates)
