@@ -184,7 +184,8 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
 
     # Selection. `counted` has the first row of each selected completion, and `kept` has all its rows.
     if algorithm.selection is not None:
-        counted = algorithm.selection(tokens, rows)
+        # A user's selection need not know which rows are padding, or repeat a completion.
+        counted = counted & algorithm.selection(tokens, rows)
     kept = counted
     if first is not None:
         kept = batch.kept & first.shared(counted)

@@ -64,7 +64,7 @@ class Context(NamedTuple):
     states: tuple = ()
 
 
-class Tokens(NamedTuple):
+class DecoderTokens(NamedTuple):
     """Token ids with their positions and mask, each [batch, time]; see `Decoder.__call__`."""
 
     ids: Array
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
             [layers, batch, kv_heads, time, head_dim], or in the form of a context's; with `write_at`, the keys and
             values of the last context. States of delta nets are those after these tokens.
         """
-        part = Tokens(tokens, positions, mask, experts)
+        part = DecoderTokens(tokens, positions, mask, experts)
         (hidden,), cache = self.run((part,), contexts, write_at, angles)
         return hidden, cache
 
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
         return rotary_angles(positions, rotary)
 
     def run_groups(
-        self, prompts: Tokens, completions: Tokens
+        self, prompts: DecoderTokens, completions: DecoderTokens
     ) -> tuple[Float[Array, "prompts prompt_time hidden"], Float[Array, "batch time hidden"]]:
         """Hidden states of prompts and of their completions, in one pass that runs each prompt once.
 
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
     @nn.compact
     def run(
         self,
-        parts: tuple[Tokens, ...],
+        parts: tuple[DecoderTokens, ...],
         contexts: tuple[Context, ...] = (),
         write_at: Int[Array, ""] | None = None,
         angles: RotaryAngles | None = None,
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         hidden = RMSNorm(self.config, self.dtype, name="norm")(hidden)
         return cut(hidden, [tokens.ids.shape for tokens in parts]), cache
 
-    def _embedded(self, parts: tuple[Tokens, ...]) -> Float[Array, "tokens hidden"]:
+    def _embedded(self, parts: tuple[DecoderTokens, ...]) -> Float[Array, "tokens hidden"]:
         """The embeddings of all parts' tokens."""
         config = self.config
         shapes = [tokens.ids.shape for tokens in parts]
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
     def _sections(
         self,
-        parts: tuple[Tokens, ...],
+        parts: tuple[DecoderTokens, ...],
         contexts: tuple[Context, ...],
         is_in_context: bool,
         angles: RotaryAngles | None,
@@ -229,7 +229,7 @@ class Decoder(nn.Module):
             sections.append(Section(tokens.positions, part_angles, masks, distances, ids))
         return sections
 
-    def _per_layer(self, parts: tuple[Tokens, ...]) -> PerLayer:
+    def _per_layer(self, parts: tuple[DecoderTokens, ...]) -> PerLayer:
         """The options that differ between layers."""
         config = self.config
         rotary = rotary_of(config)

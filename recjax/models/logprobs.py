@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from recjax.models.decoder import Decoder, Tokens, logits
+from recjax.models.decoder import Decoder, DecoderTokens, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.experts import EXPERTS, NO_RECORD, Load, apply_routed, load_of
 from recjax.models.placement import constrain, over_rows
@@ -358,7 +358,7 @@ def _hidden_before_completions(
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     if decoder.config.experts is not None:  # prompts that only fill up the batch are no load
         prompt_mask = prompt_mask & completion_mask.reshape(len(prompts), -1).any(-1, keepdims=True)
-    prompt_tokens = Tokens(prompts, positions, prompt_mask)
+    prompt_tokens = DecoderTokens(prompts, positions, prompt_mask)
     weights = {"params": params_for(decoder, params)}
     if completions.shape[1] == 1:
         (hidden, _), sown = apply_routed(decoder, weights, prompts, positions, prompt_mask)
@@ -369,7 +369,7 @@ def _hidden_before_completions(
     if experts is not None:
         # Each array holds the experts of the pass that predicts a token; prompts have none and are routed again.
         experts = experts[:, 1:]
-    later_tokens = Tokens(completions[:, :-1], later_positions, completion_mask[:, :-1], experts)
+    later_tokens = DecoderTokens(completions[:, :-1], later_positions, completion_mask[:, :-1], experts)
     (hidden, later), sown = apply_routed(decoder, weights, prompt_tokens, later_tokens, method="run_groups")
     first = jnp.repeat(last_hidden(hidden, prompt_mask), group_size, axis=0)[:, None]
     return jnp.concatenate([first, later], axis=1), _load(decoder, sown)

@@ -85,8 +85,8 @@ FAULTS = {
     "advantage-mean-of-dropped-rows": Fault(
         "completions that are left out of training still count in their group's mean",
         "recjax/algorithms/advantages.py",
-        "    above = jnp.where(kept, above, 0.0)\n    weights = kept.astype(above.dtype) if weights is None",
-        "    weights = jnp.ones_like(above) if weights is None",
+        "    above = jnp.where(kept, above, 0.0)\n    counts = kept\n",
+        "    counts = jnp.ones_like(kept)\n",
         ("tests/algorithms/test_advantages.py",),
     ),
     "clip-one-range-for-both-sides": Fault(
@@ -214,8 +214,8 @@ FAULTS = {
     "rounds-batches-share-keys": Fault(
         "consecutive batches sample their completions with the same random keys",
         "recjax/sources/sampling.py",
-        "[number % _BLOCK]",
-        "[0]",
+        "block, index = divmod(number, _BLOCK)",
+        "block, index = number // _BLOCK, 0",
         (_KEYS,),
     ),
     "rounds-recorded-twice": Fault(
@@ -243,8 +243,8 @@ FAULTS = {
     "queue-newest-first": Fault(
         "where the oldest weights go first, a step takes the newest",
         "recjax/experience/queue.py",
-        "or 0)[:count]",
-        "or 0)[-count:]",
+        "key=versions.__getitem__)[:count]",
+        "key=versions.__getitem__)[-count:]",
         (_QUEUE,),
     ),
     "queue-late-rewards-not-counted": Fault(
@@ -387,15 +387,15 @@ FAULTS = {
     "batch-mask-off-by-one": Fault(
         "the mask of sampled tokens begins one token too late in each row",
         "recjax/experience/batch.py",
-        "mask = _concatenated([row.row.mask for row in rows], bool)",
-        "mask = _concatenated([np.roll(row.row.mask, 1) for row in rows], bool)",
+        "mask = _concatenated([placed.row.mask for placed in placed_rows], bool)",
+        "mask = _concatenated([np.roll(placed.row.mask, 1) for placed in placed_rows], bool)",
         ("tests/agents/test_trajectory.py",),
     ),
     "layout-shares-another-prefix": Fault(
         "packed sequences share a prefix of which only the first half is common to them",
         "recjax/experience/packing.py",
-        "lengths = np.where(differs.any(-1), differs.argmax(-1), WINDOW)",
-        "lengths = np.where(differs.any(-1), np.minimum(2 * differs.argmax(-1), most[pairs] - common[pairs]), WINDOW)",
+        "equal = np.where(differs.any(-1), differs.argmax(-1), WINDOW)",
+        "equal = np.where(differs.any(-1), np.minimum(2 * differs.argmax(-1), shorter[pairs] - common[pairs]), WINDOW)",
         ("tests/training/test_packing.py",),
     ),
     # --- Update.
@@ -409,8 +409,8 @@ FAULTS = {
     "update-reference-is-policy": Fault(
         "the KL to the initial policy is taken to the policy being trained, so it is always zero",
         "recjax/training/update.py",
-        "scored_by(context.reference_params, freely_routed(scored_part)).logprobs",
-        "scored_by(params, freely_routed(scored_part)).logprobs",
+        "scored(context.reference_params, freely_routed(scored_part)).logprobs",
+        "scored(params, freely_routed(scored_part)).logprobs",
         (_ON_POLICY,),
     ),
     "update-teacher-gets-shared-beginnings": Fault(
@@ -430,7 +430,7 @@ FAULTS = {
     "update-teacher-reads-the-policys-prompt": Fault(
         "the distributions of a policy that is its own teacher are those behind the policy's prompt",
         "recjax/training/update.py",
-        "teacher = compared._replace(prompts=part.teacher_prompts, prompt_mask=_teacher_prompt_mask(part))",
+        "part_teacher = teacher._replace(prompts=part.teacher_prompts, prompt_mask=_teacher_prompt_mask(part))",
         "pass",
         (_SELF_TAUGHT,),
     ),

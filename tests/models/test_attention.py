@@ -14,7 +14,7 @@ from recjax.config import ModelConfig
 from recjax.hub.policy import attention_kernel, kernel_options
 from recjax.models import attention
 from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
-from recjax.models.decoder import REMAT, Decoder, Tokens
+from recjax.models.decoder import REMAT, Decoder, DecoderTokens
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import completion_logprobs
 from recjax.models.sampling import Sampling
@@ -551,7 +551,10 @@ def test_a_one_token_update_has_a_gradient_on_gpus(monkeypatch):
     token, mask = jnp.ones((2, 1), jnp.int32), jnp.ones((2, 1), bool)
 
     def total(params):
-        parts = [Tokens(token, token - 1, mask), Tokens(token, token, mask)]  # a prompt, and its completion
+        parts = [
+            DecoderTokens(token, token - 1, mask),
+            DecoderTokens(token, token, mask),
+        ]  # a prompt, and its completion
         of_parts = decoder.apply({"params": params}, *parts, method="run_groups")
         return sum(hidden.astype(jnp.float32).sum() for hidden in of_parts)
 

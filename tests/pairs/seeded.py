@@ -44,9 +44,10 @@ SEEDED = {
     "turns-are-rewards": _seeded(
         "without an agent, the numbers of turns and rows of stored trajectories are reward parts",
         "runs/start.py",
-        'setup.grading.reward.weights if algorithm.reads("reward_parts") else None',
-        "{n: w for n, w in setup.grading.reward.weights.items() if config.task.agent or n not in ('turns', 'rows')}"
-        ' if algorithm.reads("reward_parts") else None',
+        "            part_weights = setup.grading.reward.weights\n",
+        "            weights = setup.grading.reward.weights\n"
+        "            known = [name for name in weights if config.task.agent or name not in ('turns', 'rows')]\n"
+        "            part_weights = {name: weights[name] for name in known}\n",
         "stored trajectories",
         "parts",
     ),

@@ -226,7 +226,7 @@ def test_only_missing_log_probs_are_recomputed():
         ones = [jnp.ones(x.shape, bool) for x in (prompt, completion)]
         arguments = (POLICY.decoder, initial(), prompt, ones[0], completion, ones[1])
         logprobs = jax.jit(completion_logprobs, static_argnames=("decoder", "sampling", "chunk"))
-        expected, _ = logprobs(*arguments, sampling=SAMPLING, chunk=16)
+        expected = logprobs(*arguments, sampling=SAMPLING, chunk=16).logprobs
         assert_same_logprobs(row.rows[0].behavior_logprobs, expected[0])
     batch = pad(filled[1:], shape_of(filled, 4))
     assert np.isfinite(batch.behavior_logprobs).all()
