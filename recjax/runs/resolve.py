@@ -93,11 +93,11 @@ def _check_optimizer_state(config: Config, theirs: Config) -> None:
     keys = {"lora", "freeze"}
     their_parameters = theirs.model.model_dump(include=keys)
     own_parameters = config.model.model_dump(include=keys)
-    other_parameters = changes(their_parameters, own_parameters)
+    other_parameters = changes({"model": their_parameters}, {"model": own_parameters})
     if other_parameters:
         raise UserError(
             problem=(
-                f"model.run = {config.model.run!r} trained other parameters (model.{in_words(other_parameters)}), and"
+                f"model.run = {config.model.run!r} trained other parameters ({in_words(other_parameters)}), and"
                 " its optimizer state does not fit"
             ),
             remedy=f"{remedy}, or train the same parameters",

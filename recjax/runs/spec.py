@@ -256,7 +256,7 @@ def check_config_file(run: Path, config: Config, stored: Mapping[str, Any] | Non
     removed_keys = [".".join(map(str, path)) for path in unknown_keys(stored)]
     changed = []
     for change in changes(stored, values):
-        if change.name not in known or change.name.startswith(tuple(removed_keys)):
+        if change.name not in known or _key_above(change.name, removed_keys) is not None:
             continue  # one of the two versions does not have the key
         if _key_above(change.name, config.training.resume_with) is not None:
             continue

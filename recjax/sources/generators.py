@@ -324,7 +324,8 @@ class Generators:
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except self._ray.exceptions.RayError as error:
-            self._restart(generator, f"died ({str(error).strip().splitlines()[-1]})")
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._restart(generator, f"died ({lines[-1]})")
             return []
         del self._assigned[reference]
         self._answered[generator] = time.monotonic()

@@ -152,6 +152,7 @@ def test_run_of_another_version_is_read_with_warning(run, tmp_path, said):
     in_checkpoint = config.model_dump() | {"gadget": {"x": 1}}
     check_config_file(folder, config, in_checkpoint)
     in_checkpoint["seed"] = 5
+    in_checkpoint["se"] = 1  # an unknown key whose name begins a known one
     with pytest.raises(ValueError, match="seed: 5 there"):
         check_config_file(folder, config, in_checkpoint)
 
