@@ -41,7 +41,7 @@ from recjax.rollout.decoding import Decoded, RoundOptions, SlotState
 from recjax.rollout.keys_values import Memory
 from recjax.runs import start
 from recjax.runs.sources import source_of
-from recjax.sources.recording import Recorder
+from recjax.sources.recording import BatchRecorder
 from recjax.sources.sampling import BatchSampler
 from recjax.training import learner, loop
 from recjax.training.evaluation import Evaluation, HeldOut
@@ -76,10 +76,10 @@ TIMED = {
         "queue_metrics": "metrics",
         "padding_waste": "metrics",
     },
-    kept_samples: {"save": "log"},
+    kept_samples: {"save_samples": "log"},
     MetricsWriter: {"hold": "log", "settle": "log"},
     learner: {"choose_layout": "layout"},
-    Recorder: {"write": "record"},
+    BatchRecorder: {"write": "record"},
 }
 PARTS = ("slots", "groups", "queue", "record", "pad", "layout", "metrics", "log", "other")
 

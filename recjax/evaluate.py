@@ -30,7 +30,7 @@ from recjax.runs.folder import check_processes
 from recjax.runs.policies import OpenedPolicy, open_policy
 from recjax.runs.prepare import check_problems
 from recjax.runs.sampled_rows import sampled_rows
-from recjax.runs.spec import changes, in_words
+from recjax.runs.spec import changes, changes_in_words
 from recjax.runtime import hosts
 from recjax.runtime.cache import keep_compiled_programs
 from recjax.runtime.console import command, define_process_flags, plain_console, start
@@ -186,7 +186,7 @@ def open_folder(folder: Path, settings: dict[str, Any]) -> None:
         changed = changes(stored_settings, settings, ignored={"model"})
         if changed:
             raise UserError(
-                folder, f"holds another evaluation ({in_words(changed)})", "name another folder with --output"
+                folder, f"holds another evaluation ({changes_in_words(changed)})", "name another folder with --output"
             )
     elif names - interrupted_names:
         raise UserError(folder, "holds other files than an evaluation's", "name another folder with --output")

@@ -438,7 +438,7 @@ def opened(monkeypatch):
     policy._config, policy._reward, policy.step, policy._run = config, None, 1, Path("unset")
     policy._opened = OpenedPolicy("name", policy_alone(config, ""), {}, 1)
     monkeypatch.setattr(
-        api, "sample_groups", lambda policy, *arguments, **names: calls.append((policy, arguments)) or []
+        api, "sample_groups", lambda policy, *arguments, **names: calls.append((policy, arguments, names)) or []
     )
     monkeypatch.setattr(
         api, "sampled_rows", lambda config, opened, *task: calls.append((config, *task)) or pd.DataFrame()
@@ -454,10 +454,11 @@ def test_calls_honor_their_keys_and_refuse_others(opened):
         policy.sample("1+2=")
         policy.evaluate(problems=4, samples=3)
         policy.sample("1+2=", temperature=0, top_k=3)
-    (sampler, arguments), (plain, _), (config, prompts, _), (_, greedy) = calls
-    assert greedy[5] == Sampling(0.0)
+    (sampler, arguments, options), (plain, _, _), (config, prompts, _), (_, _, greedy) = calls
+    assert greedy["sampling"] == Sampling(0.0)
     ids = [policy._opened.policy.tokenizer.convert_tokens_to_ids(text) for text in "01"]
-    assert sampler.stop_ids == (*plain.stop_ids, *ids) and arguments[3:5] == (2, 5) and arguments[5].temperature == 0.5
+    assert sampler.stop_ids == (*plain.stop_ids, *ids)
+    assert arguments[3] == 2 and options["max_tokens"] == 5 and options["sampling"].temperature == 0.5
     assert config.evaluation.samples == 3 and len(prompts.texts) == 4
     for value in (-1, 0.001):
         with pytest.raises(ValueError, match=f"temperature = {value}: takes a number, 0.01 or more"):

@@ -26,7 +26,7 @@ def samples_folder(output: Path) -> Path:
     return output / "samples" / "training"
 
 
-def save(setup: Setup, update: Update) -> list[dict[str, Any]]:
+def save_samples(setup: Setup, update: Update) -> list[dict[str, Any]]:
     """Saves the first groups of an update if `samples.every` says so, up to the size limit of the config.
 
     Every process must call it.

@@ -49,7 +49,7 @@ class RunLog:
             state: the state after the step.
         """
         config = self._setup.config
-        saved = kept_samples.save(self._setup, update)
+        saved = kept_samples.save_samples(self._setup, update)
         if saved:
             self._trackers.log_samples("completions", kept_samples.summaries(saved), update.step)
         groups = update.groups
@@ -83,13 +83,15 @@ class RunLog:
             write_samples(self._output / "samples" / f"{name}.jsonl", evaluation, step)
             self._trackers.log_samples("samples", evaluation.samples, step)
         measured = {
-            "accuracy": evaluation.accuracy,
-            "right_and_ended": evaluation.right_and_ended,
-            "reward": evaluation.reward,
-            "initial_kl": evaluation.initial_kl,
+            "evaluation/accuracy": evaluation.accuracy,
+            "evaluation/right_and_ended": evaluation.right_and_ended,
+            "evaluation/reward": evaluation.reward,
+            "evaluation/initial_kl": evaluation.initial_kl,
         }
-        measured |= task_metrics((row, row["accurate"], row["reward"]) for row in evaluation.samples)
-        return {f"evaluation/{key}": value for key, value in measured.items() if value is not None}
+        by_task = task_metrics((row, row["accurate"], row["reward"]) for row in evaluation.samples)
+        for name, value in by_task.items():
+            measured[f"evaluation/{name}"] = value
+        return {name: value for name, value in measured.items() if value is not None}
 
     def hold(self, row: dict[str, Any], state: State) -> None:
         """Takes the finished row of a step, to write it when its numbers are there."""

@@ -16,7 +16,15 @@ from recjax.errors import UserError
 from recjax.runs import lock as run_lock
 from recjax.runs.checkpoint import newest_whole, steps_of
 from recjax.runs.provenance import code_digests, versions
-from recjax.runs.spec import Change, RunSpec, check_settings, dotted, in_words, warn_of_code, warn_of_versions
+from recjax.runs.spec import (
+    RunSpec,
+    SettingChange,
+    changes_in_words,
+    check_settings,
+    dotted,
+    warn_of_code,
+    warn_of_versions,
+)
 from recjax.runs.stored_runs import ENVIRONMENT, is_run_folder, starts, stored_config
 from recjax.runtime import hosts
 from recjax.runtime.files import partial_of, write_whole, writing
@@ -149,7 +157,7 @@ def open_run_folder(spec: RunSpec, overwrite: bool) -> Path:
         problems = {name.partition(":")[2]: path.read_bytes() for name, path in passed_files(config).items()}
         with writing(f"output = {config.output!r}: it"):
             _make_folder(output, overwrite)
-        changed: list[Change] = []
+        changed: list[SettingChange] = []
         if config.training.resume_with and (output / "config.yaml").is_file():
             changed = check_settings(config, stored_config(output))
         for name, content in problems.items():
@@ -196,7 +204,7 @@ def _other_names(output: Path, patterns: Sequence[str]) -> list[str]:
     return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _record_start(output: Path, spec: RunSpec, changed: Sequence[Change]) -> None:
+def _record_start(output: Path, spec: RunSpec, changed: Sequence[SettingChange]) -> None:
     """Adds versions, commit and devices to environment.json; replaces the file if it cannot be read.
 
     Args:
@@ -217,7 +225,7 @@ def _record_start(output: Path, spec: RunSpec, changed: Sequence[Change]) -> Non
         warn_of_code(output, entries[-1].get("code", {}), spec.code)
         warn_of_versions(output, entries[-1], entry)
     if changed:
-        words = in_words(changed)
+        words = changes_in_words(changed)
         entry["changed"] = {"after_step": newest_whole(output / "checkpoints")[0], "settings": words}
         logger.info("%s resumes with other settings: %s", output, words)
     write_whole(output / ENVIRONMENT, json.dumps([*entries, entry], indent=2) + "\n")

@@ -17,7 +17,7 @@ from recjax.config.model import POLICY
 from recjax.errors import UserError
 from recjax.hub.tokenizers import model_folder, reads_clock
 from recjax.hub.weights import adapter_fields, load_adapter, read_config
-from recjax.runs.spec import OTHER_RUNS, changes, in_words, split_step, with_stored_choices
+from recjax.runs.spec import OTHER_RUNS, changes, changes_in_words, split_step, with_stored_choices
 from recjax.runs.stored_runs import has_run, run_config, stored_config, whole_step
 from recjax.runtime import hosts
 from recjax.tasks.loading import load_problems
@@ -73,7 +73,7 @@ def _model_of_run(config: Config) -> ModelConfig:
         if other_shape:
             raise UserError(
                 "model.run",
-                f"has another model ({in_words(other_shape)})",
+                f"has another model ({changes_in_words(other_shape)})",
                 "remove model.path or model.decoder",
                 value=model.run,
             )
@@ -97,7 +97,7 @@ def _check_optimizer_state(config: Config, theirs: Config) -> None:
     if other_parameters:
         raise UserError(
             problem=(
-                f"model.run = {config.model.run!r} trained other parameters ({in_words(other_parameters)}), and"
+                f"model.run = {config.model.run!r} trained other parameters ({changes_in_words(other_parameters)}), and"
                 " its optimizer state does not fit"
             ),
             remedy=f"{remedy}, or train the same parameters",

@@ -16,7 +16,6 @@ from recjax.sources.generator import open_generator
 from recjax.sources.generators import Generators
 from recjax.sources.local import LocalSampler
 from recjax.sources.policy import PolicySource
-from recjax.sources.sampling import BatchSampler
 from recjax.sources.setup import Setup
 from recjax.sources.stored import StoreSource
 from recjax.training.learner import Learner
@@ -46,7 +45,7 @@ def check_source(config: Config) -> None:
         )
 
 
-def source_of(setup: Setup, learner: Learner, sample: Callable = BatchSampler.sample) -> Source:
+def source_of(setup: Setup, learner: Learner, sample: Callable | None = None) -> Source:
     """The source of a run.
 
     Args:

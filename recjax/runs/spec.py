@@ -60,7 +60,7 @@ def spec_of(config: Config, reward: Any = None) -> RunSpec:
 # --- Two values of one name.
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A value that differs from the stored one."""
 
     name: str
@@ -72,7 +72,7 @@ class Change(NamedTuple):
         return f"{self.name}: {self.there!r} there, {self.now!r} now"
 
 
-def changes(stored: Mapping[str, Any], now: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Change]:
+def changes(stored: Mapping[str, Any], now: Mapping[str, Any], ignored: Collection[str] = ()) -> list[SettingChange]:
     """The values that differ between two mappings, by dotted key and in the order of the keys; None if one is missing.
 
     Args:
@@ -83,11 +83,11 @@ def changes(stored: Mapping[str, Any], now: Mapping[str, Any], ignored: Collecti
     found = []
     for name in sorted(there.keys() | here.keys()):
         if name not in ignored and there.get(name) != here.get(name):
-            found.append(Change(name, there.get(name), here.get(name)))
+            found.append(SettingChange(name, there.get(name), here.get(name)))
     return found
 
 
-def in_words(changed: Sequence[Change]) -> str:
+def changes_in_words(changed: Sequence[SettingChange]) -> str:
     """The changes as one text, for messages; empty if there are none."""
     return "; ".join(str(change) for change in changed)
 
@@ -167,7 +167,7 @@ def names_same_run(given: str | None, stored: str | None) -> bool:
     return run == stored_run and (step is None or name in (None, "best", step))
 
 
-def setting_changes(config: Config, stored: Mapping[str, Any]) -> list[Change]:
+def setting_changes(config: Config, stored: Mapping[str, Any]) -> list[SettingChange]:
     """The settings in which a config, resolved or as a user gives it, differs from the config of a stored run.
 
     A setting that one of the two leaves open does not differ. Nor does a key that the version of the stored run did not
@@ -205,7 +205,7 @@ def _open_keys(model: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]
     return open_keys
 
 
-def check_settings(config: Config, stored: Mapping[str, Any]) -> list[Change]:
+def check_settings(config: Config, stored: Mapping[str, Any]) -> list[SettingChange]:
     """Compares a config with that of the run in its folder; returns the changes that `training.resume_with` names.
 
     Args:
@@ -231,7 +231,7 @@ def check_settings(config: Config, stored: Mapping[str, Any]) -> list[Change]:
         naming = f" training.resume_with=[{','.join(sorted(names))}] to resume that run,"
     raise UserError(
         "output",
-        f"contains a run of another config ({in_words(refused)})",
+        f"contains a run of another config ({changes_in_words(refused)})",
         f"give another output=…,{naming} or --overwrite (overwrite=True in a program) to delete that run",
         value=config.output,
     )
@@ -266,7 +266,7 @@ def check_config_file(run: Path, config: Config, stored: Mapping[str, Any] | Non
     if changed:
         raise UserError(
             run / "config.yaml",
-            f"differs from the config in the run's checkpoints ({in_words(changed)})",
+            f"differs from the config in the run's checkpoints ({changes_in_words(changed)})",
             "restore the file",
         )
 
@@ -320,12 +320,12 @@ def check_weights(config: Config, stored: Mapping[str, str], weights: Mapping[st
             raise UserError(problem=words, remedy="restore them, or begin again with --overwrite or another output=…")
 
 
-def _other_digests(stored: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+def _other_digests(stored: Mapping[str, str], now: Mapping[str, str]) -> list[SettingChange]:
     """The digests, of those that both sides have, that differ."""
     changed = []
     for name in now:
         if name in stored and stored[name] != now[name]:
-            changed.append(Change(name, stored[name], now[name]))
+            changed.append(SettingChange(name, stored[name], now[name]))
     return changed
 
 
@@ -351,5 +351,5 @@ def warn_of_versions(output: Path, stored: Mapping[str, Any], now: Mapping[str, 
         logger.warning(
             "%s resumes with other versions, so its numbers may differ from those of an uninterrupted run: %s",
             output,
-            in_words(changed),
+            changes_in_words(changed),
         )

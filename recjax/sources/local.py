@@ -13,14 +13,14 @@ class LocalSampler(AbstractContextManager):
 
     counts: Mapping[str, float] = {}
 
-    def __init__(self, sampler: BatchSampler, frozen: dict, sample: Callable = BatchSampler.sample):
+    def __init__(self, sampler: BatchSampler, frozen: dict, sample: Callable | None = None):
         """Takes the parameters that are not trained, in the compute dtype.
 
         Args:
             sample: a function that samples instead of `BatchSampler.sample`, with its first four arguments and results;
                 with a curriculum also `rates`.
         """
-        self._sample = sample
+        self._other_sample = sample
         self._sampler = sampler
         self._frozen = frozen
         self._rates: dict[int, Mapping[str, float | None] | None] = {}
@@ -49,11 +49,14 @@ class LocalSampler(AbstractContextManager):
             params = combine(weights(), self._frozen)
         received = []
         for number, version in self.in_flight.items():
+            options = {}
             rates = self._rates.pop(number)
-            if rates is None:
-                batch = self._sample(self._sampler, params, version, number)
+            if rates is not None:
+                options["rates"] = rates
+            if self._other_sample is None:
+                batch = self._sampler.sample(params, version, number, **options)
             else:
-                batch = self._sample(self._sampler, params, version, number, rates=rates)
+                batch = self._other_sample(self._sampler, params, version, number, **options)
             received.append((number, batch))
         self.in_flight = {}
         return received

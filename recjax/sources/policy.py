@@ -13,7 +13,7 @@ from recjax.sources.completing import complete_batch
 from recjax.sources.drawing import mixed
 from recjax.sources.generators import BATCHES_PER_GENERATOR
 from recjax.sources.policy_sampler import PolicySampler
-from recjax.sources.recording import Recorder
+from recjax.sources.recording import BatchRecorder
 from recjax.sources.setup import Setup
 from recjax.tasks.problems import question_of
 from recjax.training import schedule
@@ -41,7 +41,7 @@ class PolicySource(contextlib.AbstractContextManager):
         self._setup = setup
         self._config = setup.config
         self._learner = learner
-        self._recorder = Recorder(setup)
+        self._recorder = BatchRecorder(setup)
         self._is_async = setup.config.regime.mode == "async"
         self._warns_of_avoided = True  # once in a run
 

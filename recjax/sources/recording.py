@@ -11,7 +11,7 @@ from recjax.store.store import Store
 logger = logging.getLogger(__name__)
 
 
-class Recorder:
+class BatchRecorder:
     """Writes graded batches to `Config.record_file`; does nothing in runs without one, and in all processes but one."""
 
     def __init__(self, setup: Setup):

@@ -28,11 +28,11 @@ def too_few_groups(run: Run, step: int, removed: Counter[str]) -> UserError:
     Args:
         removed: the queue's counts since the last step.
     """
-    metrics = {reason: f"experience/left_out/{reason}" for reason in (*LOST, *LEFT)}
+    metric_names = {reason: f"experience/left_out/{reason}" for reason in (*LOST, *LEFT)}
     for family, kinds in run.failures.items():
         for kind in kinds:
-            metrics[f"ungraded/{kind}"] = f"{family}/{kind}"
-    counted = {metric: removed[reason] for reason, metric in metrics.items() if removed[reason]}
+            metric_names[f"ungraded/{kind}"] = f"{family}/{kind}"
+    counted = {metric: removed[reason] for reason, metric in metric_names.items() if removed[reason]}
     remedies = []
     for prefix, remedy in _REMEDIES.items():
         if any(metric.startswith(prefix) for metric in counted):

@@ -49,6 +49,23 @@ def test_other_axes_take_ones_own(axis, block):
     assert algorithm.needs_scoring == algorithm.needs_rescoring == (axis == "mask" or "stale" in block["name"])
 
 
+def test_users_selection_revives_no_padding_row():
+    """Without the rows that are not kept, nothing changes, whatever the selection says of them."""
+
+    def everything(rewards):
+        return rewards > -jnp.inf
+
+    rewards = jnp.array([1.0, 0.0, 0.0, 0.0])  # the last row is padding of the group
+    mask = jnp.array([[1, 1], [1, 0], [1, 1], [0, 0]], bool)
+    batch = algorithms.BatchValues(rewards, jnp.zeros(4, int), mask.any(-1), jax.random.key(0), completion_mask=mask)
+    plain, own = (
+        algorithms.row_terms(build_algorithm("reinforce", {"selection": name}), batch) for name in ("all", everything)
+    )
+    np.testing.assert_array_equal(own.kept, [True, True, True, False])
+    np.testing.assert_allclose(own.advantages, plain.advantages, rtol=1e-6)
+    np.testing.assert_allclose(own.advantages, [2 / 3, -1 / 3, -1 / 3, 0], rtol=1e-6)
+
+
 def test_users_term_adds_its_value_and_gradient():
     """By a double loop: −s · H · exp(−|log π − log π_ref|), reduced with the policy gradient."""
     plain, own = (
