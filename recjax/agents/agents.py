@@ -202,20 +202,20 @@ class Agents(contextlib.AbstractContextManager):
         version = weights.version
         versions = self._config.task.older_versions([version])
         read = {}
-        try:
-            for older in sorted(versions - {version}):
-                assert self.older_params is not None
-                kept = self._older.get(older)
-                if not kept:
+        for older in sorted(versions - {version}):
+            assert self.older_params is not None
+            kept = self._older.get(older)
+            if not kept:
+                try:
                     kept = self.older_params(older)
-                read[older] = kept
-        except Exception as error:  # Orbax has its own errors for missing files
-            raise UserError(
-                "task.seats",
-                f"the checkpoint of step {min(versions)} cannot be read ({type(error).__name__})",
-                "restore it, or play these seats by policy",
-                value=self._config.task.seats,
-            ) from error
+                except Exception as error:  # Orbax has its own errors for missing files
+                    raise UserError(
+                        "task.seats",
+                        f"the checkpoint of step {older} cannot be read ({type(error).__name__})",
+                        "restore it, or play these seats by policy",
+                        value=self._config.task.seats,
+                    ) from error
+            read[older] = kept
         self._older = read
         frozen = [Weights(params, older) for older, params in read.items()]
         if drifted is not None:

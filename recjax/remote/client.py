@@ -298,7 +298,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
             completions += sampled
             self.left_out.update(wrong)
             tries += 1
-            if wrong:
+            # Some servers always send a single choice; a request for each completion is no retry.
+            needs_single_requests = count > 1 and self.most_choices == 1
+            if wrong and not needs_single_requests:
                 retries -= 1
             if retries < 0:
                 raise UserError(

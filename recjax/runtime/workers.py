@@ -246,8 +246,14 @@ class Workers:
                         os.kill(pid, signal.SIGKILL)
                     calls.popleft().future.set_exception(CallFailed("timeout", "it took too long"))
                     return None
-                error, result = connection.recv()
+                reply = connection.recv_bytes()
                 future = calls.popleft().future
+                try:
+                    error, result = pickle.loads(reply)
+                except Exception as exception:  # a class in the result decides which
+                    words = f"its result cannot be unpickled ({type(exception).__name__}: {exception})"
+                    future.set_exception(CallFailed("error", words))
+                    continue
                 if error is None:
                     future.set_result(result)
                 else:

@@ -592,12 +592,12 @@ class Store:
         """The rows of a query by group, ordered by their first column, and the sums of its columns beyond `columns`."""
         # `+ 0` keeps the database from reading by number: the index of the groups has their order.
         wanted = wanted.where(index.c.number + 0 <= last.completion)
+        size = len(columns.names or ())
         groups = [np.zeros(0, columns)]
-        sums: Any = 0
+        sums = np.zeros(len(wanted.selected_columns) - size, int)
         with self._trying("read"), self._engine.connect() as connection:
             rows = connection.execution_options(yield_per=_PAGE).execute(wanted.group_by(index.c.group_id))
             for page in map(list, rows.partitions()):
-                size = len(columns.names or ())
                 try:
                     groups.append(np.array([tuple(row[:size]) for row in page], columns))
                 except (ValueError, OverflowError) as error:
@@ -605,8 +605,6 @@ class Store:
                     raise UserError(self.name, f"is damaged: {error}", RESTORE) from error
                 sums = sums + np.array([row[size:] for row in page]).sum(axis=0)
         table = np.concatenate(groups)
-        if not len(table):
-            return table, np.zeros(2, int)
         return table[np.argsort(table["first"])], sums
 
     def sampled_otherwise(self, sampling: Sampling, last: Last) -> Iterator[tuple[int, int]]:

@@ -150,6 +150,21 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
         assert engine.version is None, "no reply may pass for one of the earlier weights"
 
 
+def test_a_push_whose_reply_says_that_it_failed_is_refused(config):
+    policy, success = policy_of(config), [True]
+
+    def answer(path, body):
+        return 200, {"success": success[0], "message": "why"}
+
+    with fake(answer) as url, engine_of(url, config, policy) as engine:
+        engine.dialect = dialects.DIALECTS["recjax"]
+        engine.push(Path("/somewhere"), 5, False)
+        success[0] = False
+        with pytest.raises(ValueError, match="did not take new weights.*status 200: why"):
+            engine.push(Path("/somewhere"), 6, False)
+        assert engine.version is None
+
+
 @pytest.mark.slow
 def test_a_server_takes_only_complete_pushed_weights(tmp_path):
     root, base, other = tmp_path / "root", tmp_path / "base", params_of(SHAPE, 1)

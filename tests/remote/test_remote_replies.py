@@ -58,6 +58,18 @@ def test_a_server_that_drops_choices_gets_single_requests(config, indices):
     assert len({*seeds}) == 16 and not {*seeds[:8]} & {*range(8)}, "another seed than that of the refused choices"
 
 
+def test_single_requests_to_a_server_that_drops_choices_are_no_retries(config):
+    policy = policy_of(config)
+
+    def answer(path, body):
+        return 200, {"choices": [choice_of(policy)]}
+
+    with fake(answer) as url, engine_of(url, config, policy, retries=0) as engine:
+        groups = engine.sample_tokens(prompts_of(config, policy), 2, 0, **NAMES)
+        assert [len(group.completions) for group in groups] == [2, 2]
+        assert engine.left_out == {"1 of 2 choices": 1}
+
+
 def labelled(api, tokens, spans, place=0):
     """A completion whose tokens are from labelled weights."""
     spans = [{"version": label, "start": start, "end": end} for label, start, end in spans]

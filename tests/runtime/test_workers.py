@@ -89,6 +89,18 @@ def test_a_child_that_a_call_forks_answers_no_calls():
         assert [call.result() for call in calls] == list(range(16))
 
 
+def test_a_result_that_cannot_be_unpickled_fails_only_its_own_call():
+    with Workers(1, 20.0, "tests.leftovers") as workers:
+        # The first call keeps the worker busy, so that it gets several later calls at once.
+        calls = [workers.call(leftovers.forked, 0)]
+        unpickled = workers.call(CallFailed, "error", "such an exception is pickled without its reason")
+        calls += [workers.call(leftovers.forked, number) for number in range(6, 12)]
+        with pytest.raises(CallFailed, match="TypeError") as failure:
+            unpickled.result()
+        assert failure.value.reason == "error"
+        assert [call.result() for call in calls] == [0, *range(6, 12)]
+
+
 @pytest.mark.slow
 def test_an_importing_program_ends_with_its_parent(tmp_path):
     (tmp_path / "slow_module.py").write_text(

@@ -103,6 +103,12 @@ def test_threads_that_append_at_one_time_lose_nothing(place):
     assert sorted(int(name.split()[1]) for name in ids(place)) == [10 * i + j for i in range(4) for j in range(5)]
 
 
+def test_an_empty_store_has_no_groups_and_no_rewards(place):
+    with Store(place, create=True) as store:
+        groups, _ = store.groups(store.last(), "t", 9)
+        assert len(groups) == len(store.group_rewards(store.last())) == 0
+
+
 def test_rewards_of_several_graders_stand_side_by_side(place):
     append(place, ROWS[:3])
     with Store(place) as store:
