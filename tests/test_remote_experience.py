@@ -230,8 +230,24 @@ def test_unusable_replies_are_repeated_or_left_out(config, caplog, wrong):
             once, never = answers(engine, prompts)
             assert once == [("12", False)] * 2 and never == [("12", False)]
             assert engine.left_out == {reason: 4} and engine.missing == 1
-    assert seeds == [7, 9, 8, 10, 11], "another seed each time"
+    assert len({*seeds}) == 5, "another seed each time"
+    assert not {7, 8, 9, 10} & {seeds[1], *seeds[3:]}, "no seed of the first tries"
     assert f"4 replies were not completions of the policy ({reason} 4); after retries 1 completions are" in caplog.text
+
+
+@pytest.mark.parametrize("most_choices", [None, 1])
+def test_each_completion_of_a_batch_has_its_own_seed(config, most_choices):
+    """A server that uses seeds gives the choices of a request the seeds `seed`, `seed` + 1, …."""
+    seeds = []
+
+    def answer(path, body):
+        seeds.extend(range(body["seed"], body["seed"] + body["n"]))
+        return 200, {"choices": [choice_of(body, {})] * body["n"]}
+
+    with fake(answer) as url, remote.RemoteEngine(Address(url, concurrency=1), policy_of(config), config) as engine:
+        engine.most_choices = most_choices
+        answers(engine, ["hi"] * 3, [{}] * 3)
+    assert sorted(seeds) == [*range(7, 13)]
 
 
 @pytest.mark.parametrize(("reason", "truncated"), [("stop", False), ("eos_token", False), ("length", True)])

@@ -136,7 +136,9 @@ class RemoteEngine(contextlib.AbstractContextManager):
         Raises:
             UserError: the server refuses, or does not answer after all retries.
         """
-        calls = [(self._completions, problem, seed + number, source) for number, problem in enumerate(problems)]
+        calls = []
+        for number, problem in enumerate(problems):
+            calls.append((self._completions, problem, seed + number * self._rollout.group_size, source))
         sampled = []
         for completions, wrong in self._in_parallel(calls):
             sampled.append(completions)
@@ -475,14 +477,15 @@ class RemoteEngine(contextlib.AbstractContextManager):
         """Completions of a problem, still without ids, and the reasons why other replies are unusable."""
         completions = []
         unusable = []
-        requested = 0
         retries = self._retries
+        failed = 0
         size = self._rollout.group_size
         while len(completions) < size and retries >= 0:
             count = min(size - len(completions), self.most_choices or size)
             reply: dict[str, Any] = {}
+            try_seed = (seed + failed * _RESEED + len(completions)) % 2**31
             try:
-                reply = self._reply(self._body(problem, count, seed + requested))
+                reply = self._reply(self._body(problem, count, try_seed))
                 choices = whole_choices(reply, count, self.server.url)
                 wrong = [_wrong_with(choice) for choice in choices]
             except UnusableError as error:
@@ -497,8 +500,8 @@ class RemoteEngine(contextlib.AbstractContextManager):
                     completions.append(self._text_completion(problem, reply, choice, source))
             reasons = [reason for reason in wrong if reason is not None]
             unusable += reasons
-            requested += count
             if reasons:
+                failed += 1
                 retries -= 1
         # All completions of a prompt need tokens, or none: otherwise they would have no common prompt.
         if not all(completion.rows for completion in completions):
