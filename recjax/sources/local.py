@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from recjax.models.trainable import combine
 from recjax.sources.policy_sampler import SampledBatch
@@ -49,7 +50,7 @@ class LocalSampler(AbstractContextManager):
             params = combine(weights(), self._frozen)
         received = []
         for number, version in self.in_flight.items():
-            options = {}
+            options: dict[str, Any] = {}
             rates = self._rates.pop(number)
             if rates is not None:
                 options["rates"] = rates
