@@ -103,7 +103,8 @@ def main(argv: list[str]) -> None:
         own = table_of_rows(rows, TABLE, {})
         print(page.board_text(pd.concat([table, own], ignore_index=True)))
         return
-    page.write_pages(table)
+    if len(table):
+        page.write_pages(table)
 
 
 if __name__ == "__main__":
