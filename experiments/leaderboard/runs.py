@@ -160,7 +160,8 @@ def make_rows(rows: Sequence[Row], path: Path, workers: int, extra: Mapping[str,
     os.environ["PJRT_NPROC"] = str(max(1, cores // workers))  # for the workers, which import JAX
     spawn = multiprocessing.get_context("spawn")
     processes = [
-        spawn.Process(target=_make_share, args=(rows[first::workers], path, extra)) for first in range(workers)
+        spawn.Process(target=_make_share, args=(rows[first::workers], path, extra, plan.OUTPUT))
+        for first in range(workers)
     ]
     for process in processes:
         process.start()
@@ -180,6 +181,7 @@ def make_rows(rows: Sequence[Row], path: Path, workers: int, extra: Mapping[str,
         raise UserError("", "a worker failed, see above; the same command resumes")
 
 
-def _make_share(rows: Sequence[Row], path: Path, extra: Mapping[str, Any]) -> None:
+def _make_share(rows: Sequence[Row], path: Path, extra: Mapping[str, Any], output: Path) -> None:
+    plan.OUTPUT = output  # a spawned process begins with the module's own value
     for row in rows:
         make_row(row, path, extra)
