@@ -599,12 +599,18 @@ def _read_param(
         return put_array(read_tensor(names[0]), *axes).astype(jnp.float32)
     layers = shape[0]
     tensors_per_layer = len(names) // layers
-    stacked = _zeros(shape, axes)
-    for layer in range(layers):
+
+    def read_layer(layer: int) -> np.ndarray:
         start = layer * tensors_per_layer
         tensors = [read_tensor(name) for name in names[start : start + tensors_per_layer]]
-        values = np.stack(tensors) if is_expert else tensors[0]
-        stacked = _with_layer(stacked, layer, put_array(values, *axes[1:]), axes)
+        if is_expert:
+            return np.stack(tensors)
+        return tensors[0]
+
+    stacked = _zeros(shape, axes)
+    for layer in range(layers):
+        # A local for the layer's values would hold them in memory while the next layer is read.
+        stacked = _with_layer(stacked, layer, put_array(read_layer(layer), *axes[1:]), axes)
     return stacked
 
 

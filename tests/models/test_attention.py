@@ -313,9 +313,9 @@ def test_a_single_token_is_plain(kernels_here, kernel):
 def test_splash_runs_on_the_part_of_each_device(monkeypatch, batch, kv_heads, part):
     parts = []
 
-    def splash(*arguments):
+    def splash(*arguments, **options):
         parts.append(arguments[0].shape[:2])
-        return splash_attention(*arguments, interpret=True)
+        return splash_attention(*arguments, **options, interpret=True)
 
     monkeypatch.setattr(attention, "splash_attention", splash)
     arrays, ids = inputs(kv_heads=kv_heads, batch=batch), jnp.tile(IDS, (2, 1))[:batch]

@@ -64,7 +64,7 @@ def check(engine, requests, finished):
         arrays = [np.pad(x, (0, 40 - len(x)))[None] for x in (request.prefix, sampled.tokens)]
         masks = [np.arange(40)[None] < len(x) for x in (request.prefix, sampled.tokens)]
         inputs, options = (arrays[0], masks[0], arrays[1], masks[1]), {"sampling": request.sampling, "chunk": 64}
-        expected, _ = forward(Decoder(CONFIG), engine._stacked, *inputs, **options)
+        expected = forward(Decoder(CONFIG), engine._stacked, *inputs, **options).logprobs
         assert_same_logprobs(sampled.logprobs, expected[0, : len(sampled.tokens)], 5e-5)
 
 

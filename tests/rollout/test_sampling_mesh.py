@@ -70,8 +70,8 @@ def pointers(tree):
 @pytest.mark.slow
 def test_both_ways_to_write_after_cached_tokens_agree():
     generator = np.random.default_rng(0)
-    later = tuple(jnp.asarray(generator.normal(size=(2, 5, 2, 12, 3))) for _ in range(2))
-    new = tuple(jnp.asarray(generator.normal(size=(2, 5, 2, 4, 3))) for _ in range(2))
+    later = KeysValues(*(jnp.asarray(generator.normal(size=(2, 5, 2, 12, 3))) for _ in range(2)))
+    new = KeysValues(*(jnp.asarray(generator.normal(size=(2, 5, 2, 4, 3))) for _ in range(2)))
     cached = np.array([0, 8, 3, 5, 1])
     expected = [np.array(x) for x in later]
     for leaf, added in zip(expected, new, strict=True):
