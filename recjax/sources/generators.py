@@ -209,18 +209,16 @@ class Generators:
 
     def _log_waiting(self) -> None:
         free = self._ray.available_resources()
-        logger.warning(
-            "the Ray cluster has room for %(placed)d of %(generators)d generators, which need a CPU and %(gpus)g GPUs"
-            " each; it has %(free_cpus)g CPUs and %(free_gpus)g GPUs free, and the other generators wait. `ray status`"
-            " shows what it runs; add nodes, or lower regime.generators",
-            {
-                "placed": len(self._placed()),
-                "generators": self._regime.generators,
-                "gpus": self._options["num_gpus"],
-                "free_cpus": free.get("CPU", 0),
-                "free_gpus": free.get("GPU", 0),
-            },
+        placed = len(self._placed())
+        needed_gpus = self._options["num_gpus"]
+        free_cpus = free.get("CPU", 0)
+        free_gpus = free.get("GPU", 0)
+        text = (
+            f"the Ray cluster has room for {placed} of {self._regime.generators} generators, which need a CPU and"
+            f" {needed_gpus:g} GPUs each; it has {free_cpus:g} CPUs and {free_gpus:g} GPUs free, and the other"
+            " generators wait. `ray status` shows what it runs; add nodes, or lower regime.generators"
         )
+        logger.warning("%s", text)
 
     # --- Batches.
 
