@@ -124,10 +124,10 @@ def assert_ratios_are_one(rows, sampling):
 def test_a_log_prob_of_another_temperature_is_noticed(tiny, monkeypatch):
     sample_groups = sampling.sample_groups
 
-    def of_another(*args, **named):
-        return sample_groups(*args[:-1], args[-1]._replace(temperature=0.8), **named)
+    def at_another_temperature(*args, sampling, **options):
+        return sample_groups(*args, sampling=sampling._replace(temperature=0.8), **options)
 
-    monkeypatch.setattr(sampling, "sample_groups", of_another)
+    monkeypatch.setattr(sampling, "sample_groups", at_another_temperature)
     rows = train(tiny("run", "training.steps=1"))
     assert abs(rows[1]["ratio/q99"] - 1) > 1e-3
 
