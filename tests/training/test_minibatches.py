@@ -216,7 +216,7 @@ def test_proximal_logprobs_are_given_and_others_recomputed():
         scored = Scored(now, jnp.zeros_like(now), behavior)
         arrays = {"completion_mask": mask, "scored": scored, "proximal_logprobs": proximal}
         rows = row_terms(algorithm, BatchValues(rewards, groups, mask.any(-1), jax.random.key(0), **arrays))
-        return rows, algorithm.mask(jnp.where(mask, now - behavior, 0.0), mask)
+        return rows, algorithm.mask.bound()(jnp.where(mask, now - behavior, 0.0), mask)
 
     rows, expected = terms_and_mask(now, proximal)
     np.testing.assert_array_equal(rows.proximal_logprobs, jnp.where(mask, proximal, 0.0))
