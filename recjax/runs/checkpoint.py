@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from recjax.algorithms.options import did_you_mean
 from recjax.config import Config, TrainingConfig
-from recjax.config.model import POLICY
+from recjax.config.model import ModelConfig
 from recjax.errors import UserError
 from recjax.experience.queue import from_plain, to_plain
 from recjax.experience.records import groups_from_bytes, groups_to_bytes
@@ -271,8 +271,9 @@ def optimizer_state_of(run: Path, step: int, fresh: TrainState, new_average: boo
 
 def _has_average(run: Path, step: int) -> bool:
     """True if the optimizer state of a checkpoint has a moving average of the parameters."""
-    model = progress(run / "checkpoints", step).get("totals", {}).get("config", {}).get("model", {})
-    return model.get("teacher") == POLICY and model.get("teacher_rate", 1.0) < 1
+    stored = progress(run / "checkpoints", step).get("totals", {}).get("config", {}).get("model", {})
+    # A config of another version need not be valid here.
+    return ModelConfig.model_construct(**stored).average_rate is not None
 
 
 def steps_of(folder: Path) -> list[int]:
