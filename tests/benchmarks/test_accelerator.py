@@ -36,7 +36,7 @@ def begun(command, **options):
 
 
 @pytest.mark.campaign
-def test_a_rehearsal_finds_something_in_every_part_and_says_what_it_skipped(tmp_path, monkeypatch):
+def test_a_rehearsal_covers_every_part_and_names_skips(tmp_path, monkeypatch):
     out = tmp_path / "rehearsal.json"
     asked = {"rehearsal": True, "budget": 3000.0, "only": REHEARSED, "out": str(out), "table": None, "minutes": 5.0}
     asked = types.SimpleNamespace(**asked, model=["model.attention=plain", "model.joined_projections=false"])
@@ -80,7 +80,7 @@ def test_parts_beyond_the_budget_are_skipped_with_the_reason(tmp_path):
     assert not result["parts"] and "s of the budget are left" in result["skipped"]["device"]
 
 
-def test_the_first_step_is_the_first_whole_row_after_the_start(tmp_path):
+def test_the_first_step_is_the_first_complete_row(tmp_path):
     file = tmp_path / "metrics.jsonl"
     assert not first_step.has_step(file)
     for text in ("", '{"step": 0}\n', '{"step": 0}\n{"step'):
@@ -90,7 +90,7 @@ def test_the_first_step_is_the_first_whole_row_after_the_start(tmp_path):
     assert first_step.has_step(file)
 
 
-def test_the_page_says_none_yet_until_there_is_a_file():
+def test_the_page_says_none_without_a_file():
     assert accelerator_page.page([]) == accelerator_page.NONE_YET
     found = {"seconds": 1.0, "decode": {"bytes_share": 0.71, "round_ms": [1.5, 2.0]}, "why": "stopped after 9 s"}
     uneven = {"sequences": 2048, "slots": 1024, "tokens_per_second": 4e4, "limit_tokens_per_second": 1e5}

@@ -39,7 +39,7 @@ def test_the_difference_by_hand():
     assert found == pytest.approx({"kl": 0.5 - half, "largest": 2 * half, "mean": half, "mean_ratio": 1.5})
 
 
-def test_the_page_has_every_case_and_its_figure_and_no_markup_of_others():
+def test_the_page_has_every_case_and_figure():
     page = numerics.page_of(report_of(CASE, CASE | {"passes": False}, CASE | {"passes": None}))
     assert "A gate fails." in page and "&lt;b&gt;" in page and "<b>" not in page and "data:image/png;base64," in page
     assert all(page.count(f"<td>{words}</td>") == 1 for words in ("passes", "FAILS", "not gated"))
@@ -59,7 +59,7 @@ def test_the_exit_status_is_that_of_the_gates(file, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.slow
-def test_gates_notice_a_shift_and_a_cut_needs_its_sets(file, monkeypatch):
+def test_gates_notice_shifts_and_missing_sets(file, monkeypatch):
     config = load_config(file, ["rollout.max_completion_tokens=24"])
     with one_device():
         report = numerics.measure(config)

@@ -28,7 +28,7 @@ def stack(params, rows):
     return jax.grad(loss)(params)
 
 
-def test_products_are_counted_as_often_as_loops_run_and_recomputed_ones_too():
+def test_products_count_once_per_loop_and_recomputation():
     shapes = jnp.zeros((LAYERS, WIDTH, WIDTH)), jnp.zeros((ROWS, WIDTH))
     once = 2 * ROWS * WIDTH * WIDTH
     forward = jax.make_jaxpr(lambda params, x: jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0])(*shapes)
@@ -37,7 +37,7 @@ def test_products_are_counted_as_often_as_loops_run_and_recomputed_ones_too():
     assert matmul_flops(jax.make_jaxpr(stack)(*shapes)) == 4 * LAYERS * once
 
 
-def test_loops_of_unknown_length_count_as_told_and_branches_as_the_costliest():
+def test_unknown_loops_count_as_told_branches_as_costliest():
     def loop(x, w):
         return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ w, x)
 
@@ -52,7 +52,7 @@ def test_loops_of_unknown_length_count_as_told_and_branches_as_the_costliest():
 
 
 @pytest.mark.campaign
-def test_collectives_of_a_compiled_loop_are_what_the_layout_asks_for():
+def test_collectives_of_a_loop_follow_the_layout():
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
     split, rows = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((None, "fsdp"), ("fsdp",)))
     params = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32, sharding=split)
@@ -96,12 +96,12 @@ def test_bytes_sent_by_kind_group_and_way_of_writing(instruction, kind, sent):
     assert collectives(program(instruction)) == {kind: Traffic(1, sent)}
 
 
-def test_what_ends_a_collective_or_has_one_device_is_none():
+def test_ends_and_single_devices_are_no_collectives():
     assert collectives(program("%a = f32[8] all-reduce-done(%x)", "%b = f32[8] add(%x, %all-reduce.1)")) == {}
     assert collectives(program("%a = f32[8] all-reduce(%x), replica_groups={{0},{1}}")) == {}
 
 
-def test_unknown_ways_of_writing_are_an_error_and_not_a_wrong_number():
+def test_unknown_forms_are_an_error():
     with pytest.raises(ValueError, match="names its devices in an unknown way"):
         collectives(program("%a = f32[8] all-reduce(%x), replica_groups=everyone"))
     with pytest.raises(ValueError, match="outside of the computations"):
@@ -117,7 +117,7 @@ GATHER = "  %g = f32[8] all-gather(%x), channel_id=7, replica_groups={{0,1}}"
 LOOP = "%w = f32[8] while(%x), condition=%condition, body=%body"
 
 
-def test_loops_nest_and_their_turns_are_read_off_or_told():
+def test_nested_loops_have_read_or_told_lengths():
     below = "  %c = s32[] constant(5)\n  ROOT %l = pred[] compare(%i, %c), direction=LT"
     both = below.replace("ROOT %l", "%l") + "\n  ROOT %a = pred[] and(%l, %m)"
     stated = LOOP + ', backend_config={"known_trip_count":{"n":"3"}}'
@@ -129,12 +129,15 @@ def test_loops_nest_and_their_turns_are_read_off_or_told():
     assert collectives(program(outer, **nested))["all-gather"] == Traffic(20, 20 * 16)
 
 
-def test_parts_of_one_collective_count_once_and_a_tpus_sum_and_slice_is_a_reduce_scatter():
+def test_parts_of_one_collective_count_once():
     calls = ["%a = f32[8] fusion(%x), calls=%first", "%b = f32[8] fusion(%x), calls=%second"]
     assert collectives(program(*calls, first=GATHER, second=GATHER)) == {"all-gather": Traffic(1, 16)}
     below = "  %c = s32[] constant(5)\n  ROOT %l = pred[] compare(%i, %c), direction=LT"
     meanwhile = {"condition": below, "body": "  %b = f32[8] fusion(%x), calls=%second", "second": GATHER}
     assert collectives(program(calls[0], LOOP, first=GATHER, **meanwhile)) == {"all-gather": Traffic(1, 16)}
+
+
+def test_a_tpus_sum_and_slice_is_a_reduce_scatter():
     text = program("%a = f32[4] fusion(%x), calls=%scatter").replace("%scatter", "%all-reduce-scatter.1")
     body = "  %r = f32[8] all-reduce(%x), replica_groups={{0,1}}"
     text = f"%all-reduce-scatter.1 (x: f32[8]) -> f32[4] {{\n{body}\n}}\n{text}"
@@ -148,7 +151,7 @@ def tiny(tmp_path):
     return lambda *overrides: load_config(tmp_path / "tiny.yaml", [f"output={tmp_path / 'run'}", *overrides])
 
 
-def test_the_least_time_of_a_step_is_work_over_peak_speed(tiny, monkeypatch):
+def test_least_step_time_is_work_over_peak_speed(tiny, monkeypatch):
     monkeypatch.setattr(planning, "_activations", lambda *_: 1000)
     config = tiny("model.dtype=float32")
     result, layer = (
@@ -179,7 +182,7 @@ def test_every_accelerator_has_its_speed():
 
 
 @pytest.mark.campaign
-def test_a_batch_moves_the_weights_to_the_sampling_mesh_and_an_update_gathers_them(tiny):
+def test_sampling_moves_weights_and_updates_gather_them(tiny):
     options = ["mesh.data=1", "mesh.fsdp=4", "rollout.max_completion_tokens=32", "rollout.prompts_per_step=8"]
     planned = plan(tiny(*options), load_target("host"))
     sample, update = (costs_of(planned, program) for program in ("sample", "update"))

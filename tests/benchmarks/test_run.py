@@ -48,7 +48,7 @@ def test_recjax_alone_fills_the_rows(result):
 
 
 @pytest.mark.campaign
-def test_a_system_that_cannot_start_is_left_out_with_its_reason(result):
+def test_a_system_without_start_is_skipped_with_reason(result):
     assert "/no/such/python" in result["skipped"]["trl"]
     assert "Left out: trl" in tables.tables([result])
 
@@ -96,7 +96,7 @@ def fake_rows() -> list[dict]:
     return rows
 
 
-def test_rows_leave_the_warm_up_out_and_take_parts_apart():
+def test_rows_exclude_warm_up_and_separate_parts():
     rows = {(row["system"], row["phase"]): row for row in fake_rows()}
     assert rows["torch", "step"]["rounds"] == [18, 36] and rows["torch", "step"]["first_seconds"] == 900
     assert rows["torch", "step"]["third_seconds"] == 36

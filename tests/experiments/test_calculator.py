@@ -24,7 +24,7 @@ def test_the_committed_files_are_those_of_the_command(tmp_path):
     assert len(list(tmp_path.iterdir())) == len(list(calculator.FOLDER.glob("calculator_*.jsonl"))) == 3
 
 
-def test_a_call_that_copies_the_question_has_the_answer_and_no_product_is_in_two_places():
+def test_calls_copy_the_question_and_splits_are_disjoint():
     train, held_out, alone = (rows_of(calculator.FOLDER, name) for name in ("train", "held_out", "held_out_alone"))
     for row in train + held_out:
         (call,) = parsed_calls(calculator.call(*asked(row)))

@@ -56,7 +56,7 @@ def test_a_verdict_needs_every_check_and_six_seeds(intervals, verdict, range_wor
     assert Check("", "higher", 0.05, Estimate(0.2, 0.1, 0.3, 5)).shown == "as claimed in each of 5 seeds"
 
 
-def test_an_interval_is_survived_only_if_all_smaller_ones_are():
+def test_an_interval_survives_only_after_all_smaller_ones():
     columns = [0, 1, 5, 20, 50]
     ends = pd.DataFrame(
         [[0.4, 0.8, 0.7, 0.5, 0.7], [0.4, 0.8, 0.8, 0.8, 0.8], [0.4, 0.8, 0.3, 0.8, 0.8]], columns=columns

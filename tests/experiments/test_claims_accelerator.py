@@ -57,7 +57,7 @@ def test_the_section_names_the_devices_and_the_runs():
     assert "Ranges need a second seed" in alone and "| C1" not in alone
 
 
-def test_the_runs_have_whole_seeds_in_order_and_no_clip_of_the_base():
+def test_runs_have_complete_seeds_in_order():
     runs = read_sweep(accelerator.HERE / "accelerator.yaml")[1]
     assert len(runs) == len({run.name for run in runs}) == len(ALGORITHMS) * 3 * 3
     first = [run.settings for run in runs[:12]]
@@ -66,7 +66,7 @@ def test_the_runs_have_whole_seeds_in_order_and_no_clip_of_the_base():
     assert with_clip == {"rec_one_side_nois_wide"}
 
 
-def test_runs_of_the_table_are_kept_and_others_join_them(tmp_path, monkeypatch):
+def test_new_runs_join_those_of_the_table(tmp_path, monkeypatch):
     runs = read_sweep(accelerator.HERE / "accelerator.yaml")[1]
     path = tmp_path / "table.parquet"
     with pytest.raises(ValueError, match="none of the 54 runs is finished"):

@@ -44,7 +44,7 @@ def test_rewards_are_those_of_the_tasks_function():
     assert 0 < found.sum() < len(texts)
 
 
-def test_a_run_in_the_table_is_finished_without_its_file(tmp_path):
+def test_a_run_in_the_table_is_finished(tmp_path):
     path = tmp_path / "map.parquet"
     runs = [
         SweepRun({"algorithm": name, "seed": "0"}, [], Config.model_construct(output=str(tmp_path / f"{name}__0")))

@@ -74,7 +74,7 @@ def test_a_second_command_makes_only_what_is_missing(tmp_path, monkeypatch):
     assert set(pd.read_parquet(tmp_path / "bandit.parquet")["algorithm"]) == set(methods)
 
 
-def test_pilots_come_first_and_finished_runs_are_not_made_again(tmp_path, monkeypatch):
+def test_pilots_come_first_and_finished_runs_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = []
     monkeypatch.setattr(sums, "make_missing", lambda runs, path, workers, drifts: given.append(runs))
@@ -208,7 +208,7 @@ def test_checks_tell_the_causes_apart():
     assert page.verdict(found_in(few)["adamw", "clip", "reinforce", "age20"]) == "seen in every seed"
 
 
-def test_pilot_seeds_choose_the_rate_and_are_in_no_check():
+def test_pilot_seeds_only_choose_the_rate():
     table = small_tables()["sums"]
     runs = page.runs_of("sums", table)
     assert set(runs.best.values()) == {1e-4}

@@ -80,7 +80,7 @@ def test_the_smollm2_sweep_has_the_plans_runs():
         assert repr(run.config.algorithm.build()) == repr(wanted)
 
 
-def test_every_verdict_has_its_seeds_and_pilots_of_other_seeds():
+def test_verdicts_and_pilots_have_different_seeds():
     for task, size in PLAN["tasks"].items():
         assert MIN_SEEDS <= size["seeds"] < plan.FIRST_PILOT_SEED
         for setup in size["setups"].values():

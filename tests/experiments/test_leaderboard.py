@@ -55,7 +55,7 @@ def test_columns_differ_only_in_their_own_keys():
         assert {name for name in config if config[name] != fresh[name]} == blocks | {"output"}
 
 
-def test_a_store_is_recorded_by_another_policy_with_another_seed():
+def test_another_policy_records_the_store():
     reader = plan.run_of(plan.preset("opmd"), "mixed_half", 1e-4, 3, {}).config
     writer = plan.store_run("another_model", 3, {}).config
     assert reader.experience.mix.store == str(writer.record_file) and reader.experience.mix.share == 0.5

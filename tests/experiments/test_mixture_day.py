@@ -29,7 +29,7 @@ def rows_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_mixture_logs_every_task_and_is_evaluated_on_all_of_its_problems(tmp_path):
+def test_a_mixture_logs_and_evaluates_every_task(tmp_path):
     config = ["--config", str(ROOT / "experiments/day/mixture.yaml"), *SMALL]
     said = python(tmp_path, "-m", "recjax.train", *config)
     assert "task.keep: keeping" in said

@@ -31,7 +31,7 @@ def test_every_preset_is_on_the_page():
     assert all(f"| `{name}` |" in text for name in PRESETS)
 
 
-def test_symbols_and_names_keep_their_case_at_the_beginning_of_a_note():
+def test_notes_keep_the_case_of_symbols():
     assert as_sentence("mean over tokens") == "Mean over tokens."
     for note in ("δ = 0.05 is theirs", "ρ = 1 at first", "λ = 0.1", "verl's cap is 3", "±0.4 is the paper's"):
         assert as_sentence(note) == f"{note}."

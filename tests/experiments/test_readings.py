@@ -30,7 +30,7 @@ def table_of(accuracies, seeds=("0", "1"), algorithms=(*NAMES, *OTHERS), sample_
 @pytest.mark.parametrize(
     ("falling", "edge"), [((), "4e-4"), (("4e-4",), "2e-4"), (("2e-4",), "1e-4"), (("1e-4", "2e-4"), "1e-4")]
 )
-def test_the_edge_is_the_last_rate_before_the_first_at_which_on_policy_reinforce_falls(falling, edge):
+def test_the_edge_is_the_last_rate_before_a_fall(falling, edge):
     def accuracy(algorithm, rate, regime, seed, step):
         falls = rate in falling if (algorithm, regime) == ("reinforce", "on_policy") else regime != "on_policy"
         return (0.9 if step < 75 else 0.8) if falls else 0.5
@@ -77,7 +77,7 @@ def test_claims_follow_from_what_differs():
     assert rows[2][3:] == ["-0.300 (-0.300 to -0.300): as claimed in each of 2 seeds"] * 3
 
 
-def test_the_span_of_good_rates_is_what_joins_the_best_one():
+def test_good_rates_are_neighbors_of_the_best_one():
     rates, means = [*RATES, "8e-4"], pd.Series([0.78, 0.5, 0.79, 0.8])
     seeds = [pd.DataFrame({"rate": rates, "seed": seed, "x": means + off}) for seed, off in (("0", -0.25), ("1", 0.25))]
     best = readings.best_of(pd.concat(seeds).set_index(["rate", "seed"])["x"], rates)

@@ -27,7 +27,7 @@ def table_of(accuracy, rates=("1e-6", "2e-6"), chosen="2e-6"):
     return pd.DataFrame(rows)
 
 
-def test_tables_have_means_over_seeds_and_reinforce_at_every_rate():
+def test_tables_average_seeds_and_list_every_rate():
     table = table_of(lambda name, rate, seed, step: 0.4 + 0.1 * seed + (0.005 * step if rate == "2e-6" else 0))
     parts = real_model.parts(table, NAMES, "smollm2")
     assert parts["smollm2_rate"] == "2e-6" and parts["smollm2_runs"] == "22"

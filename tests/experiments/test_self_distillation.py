@@ -55,7 +55,7 @@ def test_arms_differ_only_in_teacher_and_advantage(monkeypatch):
         assert run.config == both.replace(**start, **changes[run.settings["arm"]])
 
 
-def test_the_plan_has_runs_and_enough_seeds_for_a_verdict():
+def test_the_plan_has_enough_seeds_for_verdicts():
     made = {tuple(run.settings.values()) for run in page.planned_runs()}
     seeds, pilot = page.PLAN["seeds"], page.PLAN["pilot_seeds"]
     assert len(seeds) >= MIN_SEEDS and not set(seeds) & set(pilot)
@@ -148,7 +148,7 @@ def test_six_seeds_get_verdicts_by_students_t():
     assert [row[5] for row in rows if row[0].endswith("rewards and teacher − teacher alone")] == ["undecided"] * 2
 
 
-def test_a_check_that_only_holds_without_holms_correction_says_so():
+def test_a_check_without_holms_correction_holds_alone():
     clear, narrow = Estimate(0.2, 0.19, 0.21, 6), Estimate(0.2, 0.01, 0.39, 6)  # the narrow one has p = 0.021
     made = [Check("clear", "higher", 0.05, clear), Check("narrow", "higher", 0.05, narrow)]
     assert [row[5] for row in cells(page.checks_table(made))] == ["as claimed", "as claimed"]

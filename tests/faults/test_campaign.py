@@ -41,7 +41,7 @@ def test_kills_during_the_warm_start_and_after(place):
     require_none_wrong(kills(place, 3, seed=1, modes={"warm start": MODES["warm start"]}))
 
 
-def test_kills_of_a_server_and_of_the_trainer_that_follows_it(place):
+def test_kills_of_a_server_and_its_trainer(place):
     require_none_wrong(kills_of_both(place, 2, seed=1))
 
 
@@ -71,7 +71,7 @@ def test_outputs_where_no_run_can_be(counting_place):
     require_none_wrong(others.places(counting_place))
 
 
-def test_the_table_counts_what_is_not_as_it_should_be():
+def test_the_table_counts_wrong_results():
     shown = table([Outcome("flip", "noticed"), Outcome("flip", "NOT", "of byte 3"), Outcome("kill", "as without")])
     assert [line.split() for line in shown.splitlines()][1:4] == [
         ["flip", "2", "1", "0", "0", "1"],

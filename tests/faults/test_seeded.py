@@ -7,7 +7,7 @@ from tests.faults import seeded
 from tests.faults.seeded import FAULTS, SETS, Fault
 
 
-def test_a_fault_is_a_change_of_text_that_is_there_once():
+def test_a_fault_changes_text_that_occurs_once():
     fault = Fault("adds one", "sums.py", "a + b", "a + b + 1", ())
     assert seeded.seeded("total = a + b\n", fault) == "total = a + b + 1\n"
     for text, count in (("total = a - b\n", 0), ("a + b\na + b\n", 2)):
@@ -22,7 +22,7 @@ def test_every_fault_fits_the_code():
         seeded.seeded((seeded.HERE / fault.file).read_text(), fault)
 
 
-def test_the_set_of_each_fault_holds_a_test_that_it_names(request):
+def test_each_faults_set_has_a_named_test(request):
     """Looks up the tests that this session has collected, which are all where it runs a whole set."""
     sets = request.config.stash[marks.SETS]
     files = {test.partition("::")[0] for test in sets}
@@ -38,7 +38,7 @@ def test_the_set_of_each_fault_holds_a_test_that_it_names(request):
 
 
 @pytest.mark.campaign
-def test_tests_that_see_a_fault_are_listed_and_the_file_is_as_before(tmp_path, monkeypatch):
+def test_seeing_tests_are_listed_and_the_file_restored(tmp_path, monkeypatch):
     (tmp_path / "sums.py").write_text("def total(a, b):\n    return a + b\n")
     tests = "from sums import total\n\ndef test_one():\n    assert total(1, 1) == 2\n\n"
     tests += "def test_two():\n    assert total(1, -1) == 0\n\ndef test_blind():\n    assert total(0, 0) == 0\n"

@@ -108,7 +108,7 @@ def test_cudnn_attention_is_the_plain_one(gpu, cudnn, time, are_packed):
 
 
 @pytest.mark.parametrize(("prompt_time", "time"), [(128, 200), (77, 301)])
-def test_cudnn_attention_over_a_shared_prompt_is_the_plain_one(gpu, prompt_time, time):
+def test_cudnn_equals_plain_attention_over_shared_prompts(gpu, prompt_time, time):
     random = np.random.default_rng(0)
     shapes = [(6, 4, time, 64), *2 * [(2, 2, prompt_time, 64)], *2 * [(6, 2, time, 64)]]
     masks = [
@@ -154,7 +154,7 @@ def test_the_kernel_for_one_token_is_the_plain_attention(gpu):
     np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.01)
 
 
-def test_slots_get_the_tokens_of_a_round_as_on_a_cpu(gpu):
+def test_slots_get_the_same_tokens_as_on_cpus(gpu):
     random = np.random.default_rng(0)
     cache, new = (tuple(random.normal(size=(5, 2, time, 4)).astype(np.float32) for _ in "kv") for time in (9, 3))
     places = np.array([[3, 0, 4, 1], [2, 0, 3, 1], [0, 6, 5, 2]], np.int32)
@@ -168,7 +168,7 @@ def test_slots_get_the_tokens_of_a_round_as_on_a_cpu(gpu):
 
 @pytest.mark.parametrize("joined_projections", [False, True])
 @pytest.mark.parametrize("kernel", CUDNN)
-def test_an_update_by_cudnn_in_bfloat16_is_nearly_that_in_float32(gpu, kernel, joined_projections):
+def test_bfloat16_cudnn_updates_are_near_float32(gpu, kernel, joined_projections):
     options = update_options(HALF, kernel, joined_projections=joined_projections)
     _, half, _ = update(*update_arguments(), **options)
     _, single, _ = update(*update_arguments(), **update_options(jnp.dtype("float32"), "plain"))
@@ -189,7 +189,7 @@ def test_the_state_is_updated_in_its_own_memory(gpu, kernel):
 
 
 @pytest.mark.parametrize("kernel", CUDNN)
-def test_neither_all_scores_of_the_vocabulary_nor_those_of_attention_are_held(gpu, kernel):
+def test_no_complete_scores_are_in_memory(gpu, kernel):
     def temporary(**options):
         compiled = update.lower(*update_arguments(), **update_options(HALF, **options)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -202,7 +202,7 @@ def test_neither_all_scores_of_the_vocabulary_nor_those_of_attention_are_held(gp
 
 
 @pytest.mark.parametrize("kernel", CUDNN)
-def test_the_ratio_is_one_where_the_policy_has_not_changed(gpu, kernel):
+def test_an_unchanged_policy_has_ratio_one(gpu, kernel):
     decoder = Decoder(CONFIG, HALF, attention=kernel)
     prompts, mask = batch().prompts, batch().prompt_mask
     options = {"group_size": 4, "max_tokens": 64, "sampling": Sampling(), "stop_ids": (1,)}

@@ -12,7 +12,7 @@ from tests.pairs.features import AXES, COSTLY, KNOBS, NEEDS, REFUSED_AT_START
 from tests.pairs.seeded import SEEDED, rows_of
 
 
-def test_every_pair_of_values_is_in_a_row_or_is_refused_by_name():
+def test_every_pair_is_covered_or_refused_by_name():
     rows = covering.stored_array()
     covered = set(itertools.chain.from_iterable(map(covering.pairs_of, rows)))
     reasons = {pair: covering.refused(covering.row_with(pair)) for pair in covering.all_pairs() if pair not in covered}
@@ -24,7 +24,7 @@ def test_every_pair_of_values_is_in_a_row_or_is_refused_by_name():
     assert unnamed <= {*REFUSED_AT_START.values()}
 
 
-def test_every_triple_of_costly_values_is_in_a_row_or_is_refused():
+def test_every_costly_triple_is_covered_or_refused():
     rows = [{*(PLAIN | row).items()} for row in covering.stored_array()]
     uncovered = [triple for triple in covering.costly_triples() if not any(triple <= row for row in rows)]
     assert all(covering.refused(covering.row_with(triple)) for triple in uncovered)
@@ -54,7 +54,7 @@ def test_names_are_of_one_value_and_of_the_table():
         assert row_of(named(row)) == row
 
 
-def test_every_seeded_fault_fits_the_code_and_its_values_meet_or_are_refused():
+def test_every_seeded_fault_fits_code_and_array():
     for fault, values in SEEDED.values():
         with_fault((HERE / fault.file).read_text(), fault)
         axes = {value: axis for axis, names in AXES.items() for value in names}

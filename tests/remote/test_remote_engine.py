@@ -150,7 +150,7 @@ def test_weights_that_are_lost_or_not_acknowledged_are_errors(config):
         assert engine.version is None, "no reply may pass for one of the earlier weights"
 
 
-def test_a_push_whose_reply_says_that_it_failed_is_refused(config):
+def test_a_push_that_reports_failure_is_refused(config):
     policy, success = policy_of(config), [True]
 
     def answer(path, body):

@@ -58,7 +58,7 @@ def test_a_server_that_drops_choices_gets_single_requests(config, indices):
     assert len({*seeds}) == 16 and not {*seeds[:8]} & {*range(8)}, "another seed than that of the refused choices"
 
 
-def test_single_requests_to_a_server_that_drops_choices_are_no_retries(config):
+def test_falling_back_to_single_requests_costs_no_retry(config):
     policy = policy_of(config)
 
     def answer(path, body):

@@ -111,7 +111,7 @@ def test_constant_teacher_is_the_initial_policy(tiny):
     assert same(moving.trained.optimizer_state[2].average, average.average)
 
 
-def test_a_run_continues_one_without_or_with_a_teachers_average(tiny):
+def test_a_run_continues_with_or_without_an_average(tiny):
     teacher = ["model.teacher=policy", "algorithm.teacher_divergence.coefficient=0.5", "model.teacher_rate=0.1"]
     _, before = trained(tiny("first"))
     _, after = begun(continued(tiny, "second", *teacher))

@@ -89,7 +89,7 @@ def test_a_child_that_a_call_forks_answers_no_calls():
         assert [call.result() for call in calls] == list(range(16))
 
 
-def test_a_result_that_cannot_be_unpickled_fails_only_its_own_call():
+def test_an_unreadable_result_fails_only_its_call():
     with Workers(1, 20.0, "tests.leftovers") as workers:
         # The first call keeps the worker busy, so that it gets several later calls at once.
         calls = [workers.call(leftovers.forked, 0)]
