@@ -110,7 +110,8 @@ def test_checks_pair_seeds_with_fresh_samples_and_methods():
         ("reinforce", "late"): lambda seed: 0.6 + 0.01 * seed + 0.001 * (seed % 2),
         ("rec_one_side_nois", "late"): lambda seed: 0.8 + 0.01 * seed,
     }
-    found = page.checks_of(page.ends_of(table_of(ends, range(8))))
+    pilots = table_of({cell: lambda seed: 0.5 for cell in ends}, [PLAN["pilot_seed"]])  # count for nothing
+    found = page.checks_of(page.ends_of(pd.concat([table_of(ends, range(8)), pilots])))
     cost = found["reinforce", plan.FRESH, "late"]
     assert cost.found.mean == pytest.approx(-0.2995) and cost.outcome == "as claimed"
     gain = found["rec_one_side_nois", "reinforce", "late"]
@@ -123,10 +124,12 @@ def test_checks_pair_seeds_with_fresh_samples_and_methods():
 def test_blocks_average_the_steps_since_the_last_evaluation():
     rows = [{"step": 0, "evaluation/accuracy": 0.1}]
     rows += [{"step": step, "reward": step / 10, "entropy": None} for step in (1, 2, 3)]
-    rows += [{"step": 4, "reward": 0.8, "evaluation/accuracy": 0.4}, {"step": 5, "reward": 9.0}]
+    rows += [{"step": 4, "reward": 0.8, "evaluation/accuracy": 0.4}]
+    rows += [{"step": 5, "reward": 9.0, "evaluation/accuracy": 0.5}, {"step": 6, "reward": 7.0}]
     found = runs.blocks(rows)
-    assert found["step"].tolist() == [0, 4] and found["evaluation/accuracy"].tolist() == [0.1, 0.4]
+    assert found["step"].tolist() == [0, 4, 5] and found["evaluation/accuracy"].tolist() == [0.1, 0.4, 0.5]
     assert found["reward"].iloc[1] == pytest.approx((0.1 + 0.2 + 0.3 + 0.8) / 4) and "entropy" not in found
+    assert found["reward"].iloc[2] == 9.0
 
 
 def test_own_methods_are_read_and_refused():
