@@ -15,7 +15,6 @@ WRITERS = re.compile(r"metrics|counts|diagnose")  # functions that return metric
 HOLDERS = {"metrics", "scalars", "logged", "measured"}  # local variables that hold metrics
 # Names that the code composes of parts, and that the test's run has not.
 ELSEWHERE = {"warm_start/loss", "warm_start/held_out_loss", "grading/NAME", "agent/NAME"}
-ELSEWHERE |= {"evaluation/accuracy/NAME", "evaluation/reward/NAME"}
 
 
 def names_on_the_page() -> set[str]:
