@@ -21,7 +21,7 @@ from recjax.config import Config
 from recjax.errors import UserError
 from recjax.logs.metrics import read_metrics
 from recjax.runtime.console import progress_bar
-from recjax.runtime.files import write_whole
+from recjax.runtime.files import locked_file, write_whole
 
 
 class Row(NamedTuple):
@@ -88,7 +88,9 @@ def train(run: SweepRun, extra: Mapping[str, Any]) -> None:
     from recjax import api
 
     for name in plan.store_names(run.settings["column"]):
-        api.run(plan.store_run(name, run.config.seed, extra).config)
+        store = plan.store_run(name, run.config.seed, extra).config
+        with locked_file(Path(f"{store.output}.lock")):  # the runs of other workers read it, too
+            api.run(store)
     folder = Path(run.config.output)
     shutil.rmtree(folder, ignore_errors=True)
     try:
