@@ -4,8 +4,10 @@
 
 Every system is a process in an environment of its own, made on demand under $RECJAX_CACHE/benchmarks from
 benchmarks/requirements; a system whose environment or start fails is skipped, with the reason in the file. All get the
-same weights, prompts and reward, warm up, and then make one call of each phase a round, in rotating order;
-while one works, all others wait. Shapes are in benchmarks/shapes.py. `python -m benchmarks.tables` makes tables.
+same weights, prompts and reward, warm up, and then make one call of each phase a round, in rotating order.
+While one works, the processes of all others are stopped (SIGSTOP): the threads of a system that only waits take time
+from the one that is measured. `--others wait` leaves them running, which shows how much. Shapes are in
+benchmarks/shapes.py. `python -m benchmarks.tables` makes tables.
 
 With `--checks none` the systems' answers are not compared, so a random model's weights need not be equal: each system
 draws its own on its device, and no file of weights is written or read.
@@ -16,11 +18,13 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,6 +56,7 @@ def define_flags() -> None:
     flags.DEFINE_list("systems", None, f"Of {', '.join(SYSTEMS)}, with :bfloat16 or without; default: the shape's.")
     flags.DEFINE_list("phases", None, "Phases to time; default: all that a system has.")
     flags.DEFINE_enum("checks", "all", ["all", "none"], "Compare the systems' answers before the rounds, or do not.")
+    flags.DEFINE_enum("others", "stop", ["stop", "wait"], "What the other systems do while one works.")
     flags.DEFINE_integer("repeats", 5, "Rounds.", lower_bound=1)
     flags.DEFINE_integer("warmups", 2, "Rounds before the measured rounds.", lower_bound=1)
     flags.DEFINE_list("recjax", None, "Lines of recjax's config, such as rollout.slots=32.")
@@ -63,6 +68,8 @@ def define_flags() -> None:
     )
 
 
+# As Linux names them in /proc/cpuinfo; the last two are Arm's.
+VECTOR_UNITS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
 _installing = threading.Lock()  # several systems share an environment
 
 
@@ -119,6 +126,14 @@ class Worker:
         if "error" in answer:
             raise Failed(answer["error"])
         return answer
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process and to all that it started; those that have ended are none of it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
 
     def close(self) -> None:
         """Ends the process."""
@@ -216,6 +231,21 @@ def compare(workers: dict[str, Worker], folder: Path) -> dict[str, dict]:
     return found
 
 
+@contextlib.contextmanager
+def alone(workers: dict[str, Worker], label: str | None) -> Iterator[None]:
+    """Within it only the worker of a label runs, or none; all others are stopped."""
+    others = [worker for other, worker in workers.items() if other != label]
+    if FLAGS.others == "wait":
+        others = []
+    for worker in others:
+        worker.send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for worker in others:
+            worker.send(signal.SIGCONT)
+
+
 def measure(workers: dict[str, Worker], failed: dict[str, str]) -> tuple[dict, list[float]]:
     """Answers by label, phase and round (warm-ups: below 0), and the load of other programs before each round.
 
@@ -227,14 +257,16 @@ def measure(workers: dict[str, Worker], failed: dict[str, str]) -> tuple[dict, l
     phases = list(dict.fromkeys(phase for worker in workers.values() for phase in worker.about["phases"]))
     for number in range(-FLAGS.warmups, FLAGS.repeats):
         os.sync()  # or a system would wait for the writes of another's checkpoint
-        loads.append(other_load(FLAGS.quiet, FLAGS.patience))
+        with alone(workers, None):
+            loads.append(other_load(FLAGS.quiet, FLAGS.patience))
         for phase in phases if FLAGS.phases is None else [phase for phase in phases if phase in FLAGS.phases]:
             order = [label for label in workers if phase in workers[label].about["phases"] and label not in failed]
             turn = number % max(len(order), 1)
             key = number + (FLAGS.warmups if number < 0 else 0)
             for label in order[turn:] + order[:turn]:
                 try:
-                    answer = workers[label].ask(phase=phase, round=key)
+                    with alone(workers, label):
+                        answer = workers[label].ask(phase=phase, round=key)
                 except Failed as error:
                     failed[label] = f"{phase}: {error}"
                     say(f"{label} is skipped: {failed[label]}")
@@ -248,9 +280,15 @@ def measure(workers: dict[str, Worker], failed: dict[str, str]) -> tuple[dict, l
 
 def machine() -> dict:
     """Where this was measured."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if "model name" in line), "")
+    found = {}  # of the first core
+    for line in _lines("/proc/cpuinfo"):
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    flags_of_cpu = found.get("flags", found.get("Features", "")).split()
     return {
-        "cpu": cpu or platform.processor(),
+        "cpu": found.get("model name") or platform.processor(),
+        "family": " ".join(found[name] for name in ("cpu family", "model") if name in found),
+        "vector_units": [unit for unit in VECTOR_UNITS if unit in flags_of_cpu],
         "cores": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
@@ -280,7 +318,13 @@ def main(_) -> None:
             named(label)
     except UserError as error:
         sys.exit(f"error: {error}")
-    header = {"shape": FLAGS.shape, "repeats": FLAGS.repeats, "command": sys.argv[1:], "machine": machine()}
+    header = {
+        "shape": FLAGS.shape,
+        "repeats": FLAGS.repeats,
+        "others": FLAGS.others,
+        "command": sys.argv[1:],
+        "machine": machine(),
+    }
     if shape.gpu and not has_gpu():
         say(f"shape {FLAGS.shape} is for a GPU and this machine has none; nothing is measured")
         return write(header | {"skipped": dict.fromkeys(labels, "no GPU"), "rows": []})

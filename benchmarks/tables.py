@@ -57,7 +57,7 @@ def _section(result: dict[str, Any]) -> str:
         f"### Shape {result['shape']}{_precision(result['rows'])}",
         "",
         f"{_model(given['model'])}; {given['prompts']} prompts × {given['group_size']}, {lengths}{stop};"
-        f" {result['repeats']} rounds on {machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]}."
+        f" {result['repeats']} rounds on {_cpu(machine)}, {machine['cores']} cores, {machine['date'][:10]}."
         f" Other load before a round: median {np.median(loads):.0%}, at most {max(loads):.0%}.",
         "",
         f"`python -m benchmarks.run {' '.join(result['command'])}`",
@@ -74,6 +74,18 @@ def _section(result: dict[str, Any]) -> str:
         lines += ["", f"Left out: {_reasons(result['skipped'])}."]
     lines += ["", f"Versions: {_versions(result['rows'])}.", ""]
     return "\n".join(lines)
+
+
+def _cpu(machine: dict[str, Any]) -> str:
+    """The processor's name, family and model, and vector units; earlier results have only the name."""
+    details = []
+    if machine.get("family"):
+        details.append(f"family and model {machine['family']}")
+    if machine.get("vector_units"):
+        details.append(", ".join(machine["vector_units"]))
+    if not details:
+        return machine["cpu"]
+    return f"{machine['cpu']} ({'; '.join(details)})"
 
 
 def _precision(rows: list[dict]) -> str:

@@ -27,13 +27,26 @@ HIDES_TORCH = IS_COMMAND
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 if TYPE_CHECKING:  # editors and type checkers do not call `__getattr__`
-    from recjax.api import Result, open_run, run
+    from recjax.analysis.compare import Comparison, compare_runs
+    from recjax.api import Result, open_run, plan_run, run, run_sweep
     from recjax.config import Config, load_config
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Result", "load_config", "open_run", "run"]
 # The module of each public name. Names are imported on first use, because most commands begin without JAX.
-_PUBLIC = {"Config": "config", "load_config": "config", "run": "api", "open_run": "api", "Result": "api"}
+_PUBLIC = {"Config": "config", "load_config": "config"}
+_PUBLIC |= dict.fromkeys(("Result", "open_run", "plan_run", "run", "run_sweep"), "api")
+_PUBLIC |= dict.fromkeys(("Comparison", "compare_runs"), "analysis.compare")
+__all__ = [
+    "Comparison",
+    "Config",
+    "Result",
+    "compare_runs",
+    "load_config",
+    "open_run",
+    "plan_run",
+    "run",
+    "run_sweep",
+]
 
 
 def _imported(name: str) -> Any:
@@ -41,7 +54,7 @@ def _imported(name: str) -> Any:
     global HIDES_TORCH
     if name in _PUBLIC:
         # A program that has imported one of these before may need models of both.
-        if _PUBLIC[name] == "api" and sys.modules.keys().isdisjoint(("torch", "transformers")):
+        if _PUBLIC[name] != "config" and sys.modules.keys().isdisjoint(("torch", "transformers")):
             HIDES_TORCH = True
         return getattr(importlib.import_module(f"recjax.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

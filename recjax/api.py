@@ -1,10 +1,10 @@
-"""Runs from Python: `run` trains, and `open_run` opens the folder of a run.
+"""Runs from Python: `run` trains, `open_run` opens a run's folder, `plan_run` plans and `run_sweep` makes many runs.
 
     result = recjax.run(model="HuggingFaceTB/SmolLM2-135M-Instruct", problems=rows, reward=score, steps=50)
     result.metrics.plot("step", "reward")
     print([completion.text for completion in result.policy.sample(["12+30="])])
 
-Both return a `Result`, which reads the folder.
+`run` and `open_run` return a `Result`, which reads the folder.
 """
 
 import contextlib
@@ -19,14 +19,20 @@ from typing import Any
 import jax
 import numpy as np
 import pandas as pd
+import yaml
+from matplotlib.figure import Figure
 
 from recjax.algorithms.options import did_you_mean, require
+from recjax.analysis.collect import axes_of, check_metrics, collect, read_folders
 from recjax.analysis.samples import results
+from recjax.analysis.statistics import band
+from recjax.analysis.sweeps import read_sweep, run_all
 from recjax.config import (
     KEYS,
     MAY_CHANGE,
     PASSED,
     PYTHON,
+    SHORT_NAMES,
     Config,
     EvaluationConfig,
     FileTask,
@@ -35,17 +41,21 @@ from recjax.config import (
     make_config,
 )
 from recjax.config.fields import ConfigBlock, value_of
-from recjax.config.yaml_values import read_yaml_file
+from recjax.config.yaml_values import read_yaml_file, write_override
 from recjax.errors import UserError
 from recjax.examples import config_file
 from recjax.experience.batch import Shape
 from recjax.experience.group import Completion, Group
 from recjax.experience.records import Record
 from recjax.hub.tokenizers import stop_token_ids
+from recjax.logs.kept_samples import kept_rows
 from recjax.logs.metrics import read_metrics
+from recjax.logs.warnings import warning_steps
 from recjax.models.placement import row_shards
 from recjax.models.sampling import Sampling
-from recjax.planning.dry_run import warn_of_memory
+from recjax.planning.dry_run import DryRun, planned_run, warn_of_memory
+from recjax.plots.curves import draw_curves
+from recjax.plots.training import training_figure
 from recjax.rewards.custom import needs_answers, with_columns
 from recjax.rewards.reward import named_weights, passed_name
 from recjax.rollout.collecting import row_keys, sample_groups
@@ -60,8 +70,8 @@ from recjax.runs.stopping import STOPPED
 from recjax.runs.stored_runs import run_config
 from recjax.runtime.cache import keep_compiled_programs
 from recjax.runtime.console import show_messages
-from recjax.runtime.files import digest
-from recjax.runtime.workers import refuse_while_loading
+from recjax.runtime.files import digest, write_whole
+from recjax.runtime.workers import cores, refuse_while_loading
 from recjax.sources.generators import require_ray
 from recjax.store.missing_logprobs import with_logprobs
 from recjax.store.tokenize import tokenized
@@ -167,6 +177,63 @@ def run(
             if stopped.signal != STOPPED:
                 raise
     return Result(Path(config.output), reward)
+
+
+def plan_run(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    problems: Any = None,
+    reward: Callable | Sequence[Callable] | None = None,
+    device: str | None = None,
+    **keys: Any,
+) -> DryRun:
+    """What a run would need, from shapes: sizes, memory and staleness; it reads no weights and trains nothing.
+
+    `print` shows the result as `python -m recjax.train --dry_run` does. Its `table` has the memory, and `starts` is
+    True if nothing is missing and the devices have enough memory.
+
+    Args:
+        config, problems, reward, keys: as for `run`.
+        device: devices to plan for, such as "h100-80", "h100-80:8", "v5e:4x4" or "host"; None: one of this machine's.
+    Raises:
+        UserError: a config or task that cannot be used, or an unknown device.
+    """
+    return planned_run(_with_task(config, problems, reward, keys), device, reward)
+
+
+def run_sweep(
+    sweep: str | Path | Mapping[str, Any], *, smoke: bool = False, workers: int | None = None, **keys: Any
+) -> pd.DataFrame:
+    """Makes the unfinished runs of a sweep, each in a process of its own; the same call resumes them.
+
+    Args:
+        sweep: sweep file, or its content, see docs/sweeps.md; `config` then is relative to the working directory, or
+            the name of an example. Its content is kept as sweep.yaml in `output`.
+        smoke: make the runs of the block `smoke`.
+        workers: number of runs at a time; None: the number of cores. On one GPU, give 1.
+        keys: values of the config in all runs, as for `run`; dotted keys take `**{"training.steps": 5}`.
+    Returns:
+        The table of `recjax.analysis.collect.collect`: a run's settings, steps and metrics, in means over some steps.
+    Raises:
+        UserError: the sweep or one of its configs is refused, or runs failed; the message has each run's last line.
+    """
+    path = sweep
+    if isinstance(sweep, Mapping):
+        for name in ("config", "output"):
+            require(isinstance(sweep.get(name), str | Path), f"sweep[{name!r}]", sweep.get(name), "takes a path")
+        path = Path(sweep["output"]) / "sweep.yaml"
+        content = {**sweep, "config": str(config_file(sweep["config"]).resolve()), "output": str(sweep["output"])}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, yaml.safe_dump(content, sort_keys=False))
+    show_messages()
+    overrides = [write_override(SHORT_NAMES.get(name, name), value) for name, value in keys.items()]
+    base, runs = read_sweep(path, smoke, overrides)
+    failed = run_all(base, runs, workers or cores())
+    if failed:
+        reasons = "".join(f"\n{name}: {reason}" for name, reason in failed.items())
+        problem = f"{len(failed)} of {len(runs)} runs failed"
+        raise UserError(path, problem, f"correct what they name; the same call resumes the others:{reasons}")
+    return collect(runs)
 
 
 def _with_task(
@@ -294,6 +361,33 @@ class Result:
         if content.get("steps") != self.config.training.steps:
             return None
         return content
+
+    def samples(self) -> pd.DataFrame:
+        """The completions that the run kept of its training batches: one row each, with rewards and log-probs.
+
+        `samples` in the config sets how many; `python -m recjax.samples` shows them as a page.
+
+        Raises:
+            UserError: the run kept no completions, or a file is damaged.
+        """
+        return pd.DataFrame(kept_rows(self.folder))
+
+    def plot(self, *metrics: str) -> Figure:
+        """The run's picture so far, or a panel for each of some metrics, over optimizer steps; notebooks show it.
+
+        Args:
+            metrics: numeric columns of `metrics`; none: the panels of figures/training.png.
+        Raises:
+            UserError: the run has no such metric.
+        """
+        if metrics:
+            table = read_folders([self.folder])
+            check_metrics(table, metrics, "metric")
+            line = axes_of(table)[0]
+            return draw_curves(table.assign(panel=self.folder.name), line, "panel", list(metrics), band=band)
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        title = f"{self.config.algorithm.preset}: {self.folder.name}"
+        return training_figure(rows, title, warning_steps(rows))
 
     @functools.cached_property
     def policy(self) -> "TrainedPolicy":

@@ -17,30 +17,14 @@ from typing import Any
 from absl import flags
 
 from recjax.errors import UserError
-from recjax.logs.kept_samples import samples_folder
+from recjax.logs.kept_samples import kept_rows, samples_folder
 from recjax.runs.folder import is_finished
 from recjax.runs.stored_runs import run_config
 from recjax.runtime.console import command, start
 from recjax.runtime.files import json_text, write_whole
-from recjax.tasks.reading import read_file
 
 FLAGS = flags.FLAGS
 LOOK_SECONDS = 2.0  # `follow` looks for new completions at this interval
-
-
-def kept_rows(run: Path) -> list[dict[str, Any]]:
-    """Reads the completions that a run kept, by step.
-
-    Raises:
-        UserError: the run kept no completions, or a file is damaged.
-    """
-    folder = samples_folder(run)
-    rows: list[Any] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        rows += [row.values for row in read_file(path, "samples")]
-    if not rows:
-        raise UserError(folder, "holds no completions", "set samples.every above 0 and train")
-    return rows
 
 
 def sample_page(runs: Sequence[dict[str, Any]]) -> str:

@@ -19,84 +19,18 @@ Runs are parallel processes. The same command resumes an interrupted sweep: it s
 remaining runs. If a run fails, the sweep continues and reports the failure at the end. docs/sweeps.md has an example.
 """
 
-import os
 import signal
-import subprocess
 import sys
-import threading
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from pathlib import Path
 
 from absl import flags
 
-from recjax.analysis.sweeps import LOGS, SweepRun, read_sweep
+from recjax.analysis.sweeps import read_sweep, run_all
 from recjax.errors import UserError
 from recjax.runs.folder import is_finished
-from recjax.runtime.console import command, progress_bar, start
-from recjax.runtime.workers import cores, end_with_parent
+from recjax.runtime.console import command, start
+from recjax.runtime.workers import cores
 
 FLAGS = flags.FLAGS
-LOOK_SECONDS = 1.0  # the bar shows the metrics of the active runs at this interval
-
-
-def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
-    """Runs all unfinished runs, `workers` at a time; a bar shows the steps of all runs, and which run at the moment.
-
-    Returns:
-        Exit status and last log line of each failed run, by name.
-    """
-    waiting = [run for run in runs if not is_finished(run.config)]
-    # Otherwise XLA would start one thread per core in every run.
-    environment = os.environ | {"PJRT_NPROC": str(max(1, cores() // workers))}
-    failed = {}
-    alive = {}  # the run of each active process
-    stopping = threading.Event()
-
-    def start(run: SweepRun) -> None:
-        log = Path(run.config.output).parent / LOGS / f"{run.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "recjax.train", "--config", str(base), *run.overrides]
-        with log.open("w") as file:
-            if stopping.is_set():
-                return
-            options = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
-            # A killed sweep leaves no runs, whose folders the same command would find in use.
-            process = subprocess.Popen(command, preexec_fn=end_with_parent, **options)
-            alive[process] = run
-            code = process.wait()
-            del alive[process]
-        # A reward function may end the process with status 0 before the run is finished.
-        if code or not is_finished(run.config):
-            lines = log.read_text(errors="replace").strip().splitlines()
-            last_line = lines[-1] if lines else "no output"
-            failed[run.name] = f"exit status {code}: {last_line} ({log})"
-
-    done = {}
-    for run in runs:
-        done[run.name] = run.steps_done() if run in waiting else run.config.training.steps
-    bar = progress_bar("sweep", sum(run.config.training.steps for run in runs), sum(done.values()), unit="step")
-    with ThreadPoolExecutor(workers) as pool, bar:
-        unfinished = {pool.submit(start, run) for run in waiting}
-        try:
-            while unfinished:
-                finished, unfinished = wait(unfinished, LOOK_SECONDS, FIRST_COMPLETED)
-                for future in finished:
-                    future.result()
-                active = list(alive.values())
-                for run in active if unfinished else waiting:
-                    done[run.name] = run.steps_done()
-                shown = [f"{len(runs) - len(unfinished)} of {len(runs)} runs ended"]
-                if failed:
-                    shown.append(f"{len(failed)} failed")
-                shown += [f"{run.name}: {done[run.name]}/{run.config.training.steps}" for run in active]
-                bar.set_postfix_str(", ".join(shown), refresh=False)
-                bar.update(sum(done.values()) - bar.n)
-        except BaseException:
-            stopping.set()
-            for process in list(alive):
-                process.terminate()
-            raise
-    return failed
 
 
 @command

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +22,10 @@ import recjax
 from recjax import Config, api, open_run, run
 from recjax.config import GradingConfig, load_config
 from recjax.hub.policy import policy_alone
+from recjax.logs.kept_samples import samples_folder
 from recjax.logs.metrics import read_metrics
 from recjax.models.sampling import Sampling
-from recjax.planning.dry_run import warn_of_memory
+from recjax.planning.dry_run import print_dry_run, warn_of_memory
 from recjax.rewards.custom import Answered, custom_parts, needs_answers, with_columns
 from recjax.rewards.pool import FAILURES, Grading
 from recjax.rewards.reward import load_reward, named_weights, passed_name
@@ -99,6 +101,36 @@ def test_dict_config_and_file_give_one_config(counted, tmp_path):
     path.write_text(TINY.replace("unset", str(tmp_path / "yaml")))
     from_file = counted("", path, problems=None)
     assert rows_of(as_config) == rows_of(first) and from_file.config.task.arithmetic
+
+
+def test_pictures_are_figures_and_samples_a_table(counted):
+    result = counted("run")
+    figure = result.plot()
+    names = [axes.get_ylabel() for axes in figure.axes]
+    assert names[0].startswith("accuracy") and "rec_one_side_nois: run" in figure.get_suptitle()
+    chosen = result.plot("reward", "entropy").axes
+    assert [axes.get_ylabel().split("\n")[0] for axes in chosen] == ["reward of", "entropy of π"]
+    with pytest.raises(ValueError, match="metric 'rewart': .* name one of reward"):
+        result.plot("rewart")
+    samples = result.samples()
+    assert set(samples["step"]) == {1} and {"group", "accurate", "reward"} <= set(samples)
+    shutil.rmtree(samples_folder(result.folder))
+    with pytest.raises(ValueError, match=r"holds no completions; set samples.every above 0"):
+        result.samples()
+
+
+def test_a_plan_says_what_the_dry_run_prints(tmp_path, capsys):
+    plan = recjax.plan_run(VALUES, problems=ROWS, reward=digits, steps=9)
+    assert plan.starts and plan.config.training.steps == 9 and list(plan.staleness) == [0] * 9
+    assert not list(tmp_path.glob("runs/*")) and plan.table["bytes"].sum() > 0
+    assert "staleness of steps 1 to" in str(plan) and capsys.readouterr().out == ""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    options = ["model.decoder.hidden_size=65536", "model.decoder.num_layers=64"]
+    too_large = recjax.plan_run(path, device="h100-80", **dict(option.split("=") for option in options))
+    assert not too_large.fits and not too_large.starts and "it does not fit" in str(too_large)
+    assert print_dry_run(str(path), options, "h100-80") == 1
+    assert capsys.readouterr().out == str(too_large)
 
 
 def test_importing_the_package_and_its_config_needs_nothing_heavy():

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recjax import sweep
-from recjax.analysis.sweeps import read_sweep
-from recjax.sweep import run_all
+import recjax
+from recjax.analysis import sweeps as sweep
+from recjax.analysis.compare import final
+from recjax.analysis.sweeps import read_sweep, run_all
 from tests import commands
 from tests.commands import Command
 from tests.training.tiny_run import TINY
@@ -188,6 +189,40 @@ def test_workers_share_the_cores(write, monkeypatch):
     base, runs = read_sweep(write())
     run_all(base, runs, workers=2)
     assert seen == ["4", "4", "4"]
+
+
+def test_a_program_gets_a_sweeps_table_or_its_failures(write, monkeypatch, tmp_path):
+    """The processes write metrics without training."""
+
+    class Process:
+        def __init__(self, command, **_):
+            name = command[-1].removeprefix("output=")
+            self._fails = name.endswith("wide__0") and fails
+            if not self._fails:
+                Path(name).mkdir(parents=True)
+                rows = [{"step": step, "evaluation/accuracy": step / 4, "reward": 0.5} for step in (0, 4)]
+                (Path(name) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def wait(self):
+            return int(self._fails)
+
+    def is_finished(config):
+        return (Path(config.output) / "metrics.jsonl").exists()
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    monkeypatch.setattr(sweep, "is_finished", is_finished)
+    fails = True
+    content = yaml.safe_load(Path(write()).read_text()) | {"config": tmp_path / "tiny.yaml"}
+    with pytest.raises(ValueError, match=r"1 of 3 runs failed; .*\nwide__0: exit status 1: no output"):
+        recjax.run_sweep(content, workers=1, steps=4)
+    fails = False
+    table = recjax.run_sweep(content, workers=1, steps=4)
+    assert set(table["algorithm"]) == {"grpo", "wide"} and set(table["seed"]) == {"0", "1"}
+    assert final(table).tolist() == [1.0] * 3
+    kept = Path(content["output"]) / "sweep.yaml"
+    assert [run.name for run in read_sweep(kept)[1]] == ["grpo__0", "wide__0", "wide__1"]
+    with pytest.raises(ValueError, match=r"sweep\['output'\] = None: takes a path"):
+        recjax.run_sweep({"config": "quickstart"})
 
 
 def test_the_bar_counts_steps_and_names_active_runs(write, monkeypatch, tmp_path):

@@ -17,12 +17,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from recjax.agents.agent_policy import Seats
+from recjax.logs.kept_samples import kept_rows
 from recjax.models.placement import put_params
 from recjax.rollout import decoding
 from recjax.runs.checkpoint import steps_of
 from recjax.runs.policies import checkpoint_reader
 from recjax.runs.stored_runs import run_config
-from recjax.samples import kept_rows
 from recjax.tasks.problems import Problem
 
 CARDS = "JQK"

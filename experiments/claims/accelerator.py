@@ -27,13 +27,13 @@ from experiments.claims.real_model import claims_text, draw_bands
 from experiments.claims.verdicts import NARROW, WIDE, Claim, compare, gain, mean_over_steps
 from recjax.analysis.collect import axes_of, collect, without_other_metrics
 from recjax.analysis.compare import final
-from recjax.analysis.sweeps import SweepRun, read_sweep
+from recjax.analysis.sweeps import SweepRun, read_sweep, run_all
 from recjax.errors import UserError
 from recjax.plots.style import finish, new_figure
 from recjax.runs.folder import is_finished
 from recjax.runs.stored_runs import starts
 from recjax.runtime.console import command, start
-from recjax.sweep import cores, run_all
+from recjax.runtime.workers import cores
 
 FLAGS = flags.FLAGS
 HERE = Path(__file__).parent

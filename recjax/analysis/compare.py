@@ -1,21 +1,36 @@
-"""Summaries of runs in one number, and differences between paired runs."""
+"""Summaries of runs in one number, differences between paired runs, and what they say in words and a figure."""
 
+import glob
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import scipy  # loads scipy.stats, which takes a second, at its first use
 from flax.traverse_util import flatten_dict
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pandas.api.typing import SeriesGroupBy
 
-from recjax.analysis.collect import axes_of
-from recjax.analysis.statistics import estimate, seed_means, sign_flip_p
+from recjax.analysis.collect import axes_of, check_metrics, metrics_of
+from recjax.analysis.statistics import (
+    LEVEL,
+    MIN_SEEDS,
+    SEED,
+    band,
+    estimate,
+    seed_means,
+    seeds_needed,
+    sign_flip_p,
+    student_interval,
+)
 from recjax.config.yaml_values import read_yaml_file
 from recjax.errors import UserError
 from recjax.logs.metrics import read_metrics
+from recjax.plots.curves import draw_curves
+from recjax.plots.style import COLORS, GREY, LABELS
 from recjax.runs.stored_runs import base_policy, starts
 
 ACCURACY = "evaluation/accuracy"
@@ -316,3 +331,190 @@ def _read_completions(path: Path) -> pd.DataFrame | None:
         return pd.read_json(path, lines=True, dtype=False)
     except (OSError, ValueError) as error:
         raise UserError(path, f"damaged ({error})", "evaluate again") from error
+
+
+# --- Two runs, or two sets of runs, compared.
+
+
+def run_folders(source: str) -> list[Path]:
+    """The run or evaluation folders that a path or a pattern names, themselves or as folders in it.
+
+    Raises:
+        UserError: the source has no such folder.
+    """
+
+    def has_numbers(folder: Path) -> bool:
+        return (folder / "metrics.jsonl").is_file() or (folder / "samples.parquet").is_file()
+
+    if Path(source).is_dir():
+        named = [Path(source)]
+    else:
+        named = [Path(path) for path in sorted(glob.glob(source))]
+    folders: list[Path] = []
+    for path in named:
+        if has_numbers(path):
+            folders.append(path)
+        else:
+            folders += sorted(inner for inner in path.glob("*") if has_numbers(inner))
+    if not folders:
+        raise UserError(
+            f"{source!r}", "no run or evaluation there", "name folders with metrics.jsonl or samples.parquet"
+        )
+    return folders
+
+
+def verdict(metric: str, differences: np.ndarray, first: str, second: str) -> str:
+    """A sentence about differences of `second` from `first`: their mean, spread, test, and conclusion.
+
+    Args:
+        metric: the metric in words.
+        differences: paired differences, one per seed.
+    """
+    numbers = in_words(differences)
+    if len(differences) < MIN_SEEDS:
+        difference = f"{second} minus {first} in {metric.rstrip(',')}"
+        return f"No verdict: {difference}: {numbers}. A verdict needs {MIN_SEEDS} seeds."
+    if sign_flip_p(differences) <= LEVEL:
+        direction = "higher" if differences.mean() > 0 else "lower"
+        return f"{second} has {direction} {metric} than {first}: {numbers}."
+    return f"No difference between {first} and {second} in {metric} is shown: {numbers}."
+
+
+def problems_verdict(metric: str, differences: np.ndarray, first: str, second: str) -> str:
+    """A sentence about differences of single problems between two runs: their mean, Student's interval and conclusion.
+
+    Args:
+        metric: the metric in words.
+        differences: paired differences, one per held-out problem.
+    """
+    low, high = student_interval(differences)
+    numbers = f"{differences.mean():.3f} ({low:.3f} to {high:.3f}), {len(differences)} problems"
+    if low > 0:
+        relation = f"{second} has higher {metric} than {first}"
+    elif high < 0:
+        relation = f"{second} has lower {metric} than {first}"
+    else:
+        relation = f"No difference between {first} and {second} in {metric} is shown"
+    return f"{relation}: {numbers}. This holds for these two policies; other seeds may differ."
+
+
+def plan_words(differences: np.ndarray, smallest: float) -> str:
+    """How many seeds show a difference of this size, by the spread of a pilot's differences.
+
+    Raises:
+        UserError: the pilot has one seed, or the difference needs too many seeds.
+    """
+    if len(differences) < 2:
+        raise UserError("plan", "the runs have one seed in common", "a spread needs at least 2, and better 4")
+    spread = float(np.std(differences, ddof=1))
+    count = seeds_needed(spread, smallest)
+    return (
+        f"Plan: differences of {len(differences)} seeds have a standard deviation of {spread:.3f}; {count} seeds show a"
+        f" difference of {smallest:g} with a probability of 80 %."
+    )
+
+
+class Comparison(NamedTuple):
+    """Two runs, or two sets of runs, compared in one metric; `print` shows the sentences.
+
+    first, second: what was compared, as it was given.
+    metric: name of the compared metric.
+    table: a row for each run and step, with all metrics; `side` is the first or the second, `pair` names the pair.
+    differences: the second minus the first, one for each seed, of the mean of the last three values.
+    problems: the second minus the first, one for each held-out problem, if there is one pair of runs.
+    sentences: the verdicts.
+    skipped, differs: runs without values, and settings other than the compared ones that differ, in words.
+    """
+
+    first: str
+    second: str
+    metric: str
+    table: pd.DataFrame
+    differences: np.ndarray
+    problems: np.ndarray
+    sentences: list[str]
+    skipped: list[str]
+    differs: list[str]
+
+    def __str__(self) -> str:
+        """The sentences, and the settings that differ."""
+        return "\n".join([*self.skipped, *self.sentences, *(f"differs: {setting}" for setting in self.differs)])
+
+    def plan(self, smallest: float) -> str:
+        """How many seeds show a difference of this size, by the spread of these runs, as a sentence.
+
+        Raises:
+            UserError: the runs have one seed in common, or the difference needs too many seeds.
+        """
+        return plan_words(self.differences, smallest)
+
+    def figure(self) -> Figure:
+        """The metric and the difference over steps, and the differences of single problems."""
+        difference = f"{self.metric} − {self.first}"
+        table = self.table.assign(panel="")
+        table[difference] = minus_line(table, "side", self.first, self.metric)
+        extra_panels = []
+        if len(self.problems) > 1:
+            extra_panels.append(self._draw_problems)
+        return draw_curves(table, "side", "panel", [self.metric, difference], band=band, more=extra_panels)
+
+    def _draw_problems(self, axes: Axes) -> None:
+        axes.hist(self.problems, bins=21, color=GREY)
+        axes.axvline(self.problems.mean(), color=COLORS[1])
+        axes.set(xlabel=f"difference of a problem\nmean {self.problems.mean():+.3f}", ylabel="problems")
+
+
+def compare_runs(first: str | Path, second: str | Path, metric: str | None = None) -> Comparison:
+    """Compares two runs, two sets of runs, or two evaluations, paired by seed; see `python -m recjax.compare --help`.
+
+    Args:
+        first, second: folder of a run, of several runs, or of an evaluation; or a pattern of such folders.
+        metric: numeric metric of metrics.jsonl; None: evaluation/accuracy, or evaluation/reward without any.
+    Raises:
+        UserError: a side has no runs, no runs pair, or none of them has values of the metric.
+    """
+    names = (str(first), str(second))
+    if names[0] == names[1]:
+        raise UserError(names[0], "is given twice", "name two runs, or two sets of runs")
+    pairs, changed = pair_runs(run_folders(names[0]), run_folders(names[1]))
+    sides = []
+    for label, pair in pairs.items():
+        seed = label.partition(", ")[0]  # a label starts with the seed, unless the only pair has different seeds
+        for side, folder in zip(names, pair, strict=True):
+            sides.append(({"side": side, SEED: seed, "pair": label}, folder))
+    table = metrics_of(sides)
+    if metric is None:
+        metric = held_out_metric(table)
+    check_metrics(table, [metric], "metric")
+    finals = final(table, metric)
+    skipped = []
+    for settings, folder in sides:
+        if tuple(settings.values()) not in finals.index:
+            skipped.append(f"skipped: {folder} has no {metric} after step 0, so its pair is not compared")
+    differences = paired_seeds(finals, "side", names[1], names[0])
+    if not len(differences):
+        raise UserError(f"metric {metric!r}", "no pair of runs has values of it after step 0", "name another metric")
+    problems = np.array([])
+    if len(pairs) == 1:
+        problems = problem_differences(pairs.values(), metric)
+    words = LABELS.get(metric, metric).replace("\n", " ").replace(" (share)", "")
+    sentences = []
+    if len(differences) > 1 or len(problems) < 2:
+        sentences.append(verdict(f"{words}, mean of the last three values,", differences, *names))
+    if len(problems) > 1:
+        sentences.append(problems_verdict(f"{words} at the latest evaluation", problems, *names))
+    differs = list(changed)
+    differs += resumed_changes(pairs.values())
+    differs += differing_steps(pairs.values(), metric)
+    differs += differing_bases(pairs)
+    return Comparison(
+        first=names[0],
+        second=names[1],
+        metric=metric,
+        table=table,
+        differences=differences,
+        problems=problems,
+        sentences=sentences,
+        skipped=skipped,
+        differs=differs,
+    )

@@ -1,15 +1,24 @@
-"""Sweep files: a base config and the settings that its runs cross; `recjax.sweep` shows one."""
+"""Sweeps: a file with a base config and the settings that its runs cross, as `recjax.sweep` shows; and its runs."""
 
 import itertools
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from recjax.config import Config, make_config
 from recjax.config.yaml_values import read_yaml_file, write_override
 from recjax.errors import UserError
+from recjax.runs.folder import is_finished
+from recjax.runtime.console import progress_bar
+from recjax.runtime.workers import cores, end_with_parent
 
 LOGS = "logs"  # This folder lies next to the run folders.
+LOOK_SECONDS = 1.0  # the bar shows the metrics of the active runs at this interval
 _REQUIRED_KEYS = ("config", "grids", "output", "settings")
 _OPTIONAL_KEYS = ("overrides", "smoke")
 
@@ -134,3 +143,63 @@ def _cross(path: Path, settings: dict[str, dict], grid: Any) -> list[dict[str, s
                 raise UserError(path, f"{axis}: {name!r} is not among settings.{axis}: {', '.join(defined)}")
         choices.append(names)
     return [dict(zip(settings, names, strict=True)) for names in itertools.product(*choices)]
+
+
+def run_all(base: Path, runs: list[SweepRun], workers: int) -> dict[str, str]:
+    """Runs all unfinished runs, `workers` at a time; a bar shows the steps of all runs, and which run at the moment.
+
+    Returns:
+        Exit status and last log line of each failed run, by name.
+    """
+    waiting = [run for run in runs if not is_finished(run.config)]
+    # Otherwise XLA would start one thread per core in every run.
+    environment = os.environ | {"PJRT_NPROC": str(max(1, cores() // workers))}
+    failed = {}
+    alive = {}  # the run of each active process
+    stopping = threading.Event()
+
+    def start(run: SweepRun) -> None:
+        log = Path(run.config.output).parent / LOGS / f"{run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "recjax.train", "--config", str(base), *run.overrides]
+        with log.open("w") as file:
+            if stopping.is_set():
+                return
+            options = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
+            # A killed sweep leaves no runs, whose folders the same command would find in use.
+            process = subprocess.Popen(command, preexec_fn=end_with_parent, **options)
+            alive[process] = run
+            code = process.wait()
+            del alive[process]
+        # A reward function may end the process with status 0 before the run is finished.
+        if code or not is_finished(run.config):
+            lines = log.read_text(errors="replace").strip().splitlines()
+            last_line = lines[-1] if lines else "no output"
+            failed[run.name] = f"exit status {code}: {last_line} ({log})"
+
+    done = {}
+    for run in runs:
+        done[run.name] = run.steps_done() if run in waiting else run.config.training.steps
+    bar = progress_bar("sweep", sum(run.config.training.steps for run in runs), sum(done.values()), unit="step")
+    with ThreadPoolExecutor(workers) as pool, bar:
+        unfinished = {pool.submit(start, run) for run in waiting}
+        try:
+            while unfinished:
+                finished, unfinished = wait(unfinished, LOOK_SECONDS, FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                active = list(alive.values())
+                for run in active if unfinished else waiting:
+                    done[run.name] = run.steps_done()
+                shown = [f"{len(runs) - len(unfinished)} of {len(runs)} runs ended"]
+                if failed:
+                    shown.append(f"{len(failed)} failed")
+                shown += [f"{run.name}: {done[run.name]}/{run.config.training.steps}" for run in active]
+                bar.set_postfix_str(", ".join(shown), refresh=False)
+                bar.update(sum(done.values()) - bar.n)
+        except BaseException:
+            stopping.set()
+            for process in list(alive):
+                process.terminate()
+            raise
+    return failed

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recjax.errors import UserError
 from recjax.experience.batch import row_places
 from recjax.experience.group import Completion, Group
 from recjax.hub.tokenizers import token_texts
@@ -16,6 +17,7 @@ from recjax.runtime import hosts
 from recjax.runtime.files import json_text, write_whole, writing
 from recjax.sources.setup import Setup
 from recjax.tasks.problems import question_of
+from recjax.tasks.reading import read_file
 from recjax.training.run import Update
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,21 @@ logger = logging.getLogger(__name__)
 def samples_folder(output: Path) -> Path:
     """The folder for the saved completions: one file per step, one line per completion."""
     return output / "samples" / "training"
+
+
+def kept_rows(run: Path) -> list[dict[str, Any]]:
+    """Reads the completions that a run kept, by step.
+
+    Raises:
+        UserError: the run kept no completions, or a file is damaged.
+    """
+    folder = samples_folder(run)
+    rows: list[Any] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        rows += [row.values for row in read_file(path, "samples")]
+    if not rows:
+        raise UserError(folder, "holds no completions", "set samples.every above 0 and train")
+    return rows
 
 
 def save_samples(setup: Setup, update: Update) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """A run's sizes, memory, tokens and staleness before it starts, from shapes: it neither reads weights nor compiles."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import logging
 import math
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
@@ -69,9 +72,13 @@ class Item(NamedTuple):
 class DryRun(NamedTuple):
     """Facts about a run before it starts; unknown ones are None or empty, and `notes` explain why.
 
+    config: the run's, with the dtype that the devices have.
+    devices: devices to plan for; None: one device that holds everything.
     missing: an error with its remedy for each part that the run needs to start: model, tokenizer, data or store.
     """
 
+    config: Config
+    devices: Devices | None
     model: Model | None
     task: Task | None
     prompt_tokens: int | None
@@ -83,17 +90,66 @@ class DryRun(NamedTuple):
     staleness: Sequence[int] = ()
     mesh: AnyMesh | None = None
 
+    def __str__(self) -> str:
+        """What `python -m recjax.train --dry_run` prints."""
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            show_dry_run(self)
+        return text.getvalue() + "".join(f"error: {message}\n" for message in self.missing)
 
-def dry_run(config: Config, devices: Devices | None = None) -> DryRun:
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each array in the memory of each device: phase, name, formula and bytes."""
+        return pd.DataFrame(self.memory, columns=[*Item._fields])
+
+    @property
+    def fits(self) -> bool:
+        """False if the devices have too little memory; True without devices, or if the memory is unknown."""
+        sizes = phase_bytes(self.memory)
+        return not self.devices or not sizes or max(sizes.values()) <= self.devices.usable
+
+    @property
+    def starts(self) -> bool:
+        """True if nothing is missing and the devices have enough memory."""
+        return self.fits and not self.missing
+
+
+def planned_run(
+    config: Config, device: str | None = None, reward: Callable | Sequence[Callable] | None = None
+) -> DryRun:
+    """Resolves and measures a run on named devices.
+
+    Args:
+        reward: see `dry_run`.
+        device: name of the devices, see `recjax.planning.targets.named_devices`; None: one of this machine's.
+    Raises:
+        UserError: an invalid config, or an unknown device.
+    """
+    devices = None
+    if device:
+        devices = named_devices(device)
+        if devices.kind and config.model.dtype == "auto":
+            dtype = "bfloat16" if devices.kind.has_bfloat16 else "float32"
+            model = config.model.model_copy(update={"dtype": dtype})
+            config = config.model_copy(update={"model": model})
+    return dry_run(config, devices, reward)
+
+
+def dry_run(
+    config: Config, devices: Devices | None = None, reward: Callable | Sequence[Callable] | None = None
+) -> DryRun:
     """Resolves and measures a run.
 
     Args:
+        reward: reward function that a program passed; None if `task.reward` names it.
         devices: devices that split the run by `mesh`; None: one device that holds everything.
     Raises:
         UserError: an invalid config.
     """
-    resolved = programs.resolve_shapes(config)
+    resolved = programs.resolve_shapes(config, reward)
     result = DryRun(
+        config=config,
+        devices=devices,
         model=resolved.model,
         task=resolved.task,
         prompt_tokens=resolved.prompt_tokens,
@@ -431,23 +487,14 @@ def print_dry_run(path: str, overrides: list[str], device: str | None = None) ->
             machine's.
     """
     try:
-        config = load_config(path, overrides)
-        devices = named_devices(device) if device else None
-        if devices and devices.kind and config.model.dtype == "auto":
-            dtype = "bfloat16" if devices.kind.has_bfloat16 else "float32"
-            model = config.model.model_copy(update={"dtype": dtype})
-            config = config.model_copy(update={"model": model})
-        result = dry_run(config, devices)
-        show_dry_run(config, result)
-        fits = True
-        if phase_bytes(result.memory):
-            fits = _show_devices(config, result, devices)
+        result = planned_run(load_config(path, overrides), device)
+        show_dry_run(result)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for message in result.missing:
         print(f"error: {message}", file=sys.stderr)
-    if result.missing or not fits:
+    if not result.starts:
         return 1
     command = shlex.join(["python", "-m", "recjax.train", "--config", path, *overrides])
     print(f"to run it{' there' if device else ''}: {command}")
@@ -535,17 +582,12 @@ def phase_bytes(memory: Sequence[Item]) -> dict[str, int]:
     return {phase: always + size for phase, size in totals.items()}
 
 
-def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bool:
-    """Prints whether the devices have enough memory; without devices, the accelerators that have it.
-
-    Returns:
-        False if the given devices are too small.
-    """
+def _show_devices(result: DryRun) -> None:
+    """Prints whether the devices have enough memory; without devices, the accelerators that have it."""
+    config = result.config
     needed = max(phase_bytes(result.memory).values())
-    can_run = True
-    if devices:
-        can_run = needed <= devices.usable
-        _show_fit(config, result, devices, needed)
+    if result.devices:
+        _show_fit(config, result, result.devices, needed)
     else:
         large_enough = [name for name, device in ACCELERATORS.items() if needed <= device.usable_bytes]
         too_small = [name for name in ACCELERATORS if name not in large_enough]
@@ -556,7 +598,6 @@ def _show_devices(config: Config, result: DryRun, devices: Devices | None) -> bo
         if config.model.dtype == "auto" and jax.default_backend() == "cpu":
             print("planned in float32, the default on this CPU; --device NAME plans for another device")
     print("this plan is computed from shapes; python -m recjax.compile_check compiles the programs for a device")
-    return can_run
 
 
 def _show_fit(config: Config, result: DryRun, devices: Devices, needed: int) -> None:
@@ -633,8 +674,9 @@ def axes(mesh: AnyMesh) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
-def show_dry_run(config: Config, result: DryRun) -> None:
+def show_dry_run(result: DryRun) -> None:
     """Prints a dry run."""
+    config = result.config
     console = plain_console(soft_wrap=True, highlight=False)
     print_line = console.print
     print_line(f"algorithm {config.algorithm.preset}")
@@ -681,6 +723,8 @@ def show_dry_run(config: Config, result: DryRun) -> None:
         )
     for note in result.notes:
         print_line(f"not known: {note}")
+    if phase_bytes(result.memory):
+        _show_devices(result)
 
 
 def _show_model(console: Console, config: Config, model: Model) -> None:

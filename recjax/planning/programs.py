@@ -6,7 +6,7 @@ Dry runs and compile checks read the same shapes. This file reads no weights.
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,9 +118,11 @@ class Resolved(NamedTuple):
     missing: list[str]
 
 
-def resolve_shapes(config: Config) -> Resolved:
+def resolve_shapes(config: Config, reward: Callable | Sequence[Callable] | None = None) -> Resolved:
     """Finds the shapes of a run's model, its task and the length of its prompts; reads no weights.
 
+    Args:
+        reward: reward function that a program passed; None if `task.reward` names it.
     Raises:
         UserError: an invalid config.
     """
@@ -140,7 +142,7 @@ def resolve_shapes(config: Config) -> Resolved:
             missing.append(str(error))
             return None
 
-    task = load_or_report(lambda: load_task(config))
+    task = load_or_report(lambda: load_task(config, function=reward))
     reference = config.model.reference
     if reference and not Path(reference).exists():
         load_or_report(lambda: model_folder(reference, ("config.json",)))

@@ -20,6 +20,7 @@ from recjax.plots.style import (
     NOTHING,
     add_legend,
     few_ticks,
+    finish,
     new_figure,
     plain_ticks,
     save_figure,
@@ -72,7 +73,12 @@ _TRAINING = (
 
 
 def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] | None = None) -> None:
-    """Draws reward, accuracy, ratio, sample size, clipping, staleness, divergence and entropy over steps, as a PNG.
+    """Writes the figure of `training_figure` as a PNG."""
+    save_figure(training_figure(rows, title, signs), path)
+
+
+def training_figure(rows: Rows, title: str, signs: Mapping[str, int] | None = None) -> Figure:
+    """Draws reward, accuracy, ratio, sample size, clipping, staleness, divergence and entropy over steps.
 
     Panels without content are skipped; a line below the drawn panels says why. Rewards that are equal to the
     accuracies have no panel of their own.
@@ -95,7 +101,7 @@ def draw_training(rows: Rows, title: str, path: Path, signs: Mapping[str, int] |
         _draw_panel(axes, panel, rows)
         for step in signs.values():
             axes.axvline(step, color=GREY, ls=":", lw=1.5, label="_sign")
-    _save_with_note(figure, ["optimizer step", *note], path)
+    return finish(_with_words(figure, ["optimizer step", *note]))
 
 
 def draw_experience(rows: Rows, title: str, path: Path) -> None:
@@ -135,7 +141,7 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     for panel, axes in zip(drawn, grid, strict=True):
         _draw_panel(axes, panel, rows)
         axes.set_xlabel("optimizer step")
-    _save_with_note(figure, note, path)
+    save_figure(_with_words(figure, note), path)
 
 
 def _differ(row: Mapping[str, Any], reward: str, accuracy: str) -> bool:
@@ -175,12 +181,12 @@ def _grid(count: int, title: str) -> tuple[Figure, Iterator[Axes]]:
     return figure, panels
 
 
-def _save_with_note(figure: Figure, note: Sequence[str], path: Path) -> None:
-    """Writes the figure with lines of words below its panels."""
+def _with_words(figure: Figure, note: Sequence[str]) -> Figure:
+    """The figure with lines of words below its panels."""
     characters = int(12 * figure.get_figwidth())
     text = "\n".join(textwrap.fill(line, characters) for line in note)
     figure.supxlabel(text, fontsize="medium", parse_math=False)
-    save_figure(figure, path)
+    return figure
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:

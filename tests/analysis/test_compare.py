@@ -18,10 +18,12 @@ from recjax.analysis.compare import (
     pair_runs,
     paired_seeds,
     paired_values,
+    plan_words,
     problem_differences,
+    problems_verdict,
     resumed_changes,
+    verdict,
 )
-from recjax.compare import plan_words, problems_verdict, verdict
 
 CURVES = {  # held-out accuracy at steps 0, 10, …, 40
     ("a", "on", "0"): [0.4, 0.5, 0.6, 0.9, 0.6],
@@ -97,7 +99,7 @@ def test_a_plan_follows_from_the_pilots_spread():
     assert words.startswith(
         "Plan: differences of 4 seeds have a standard deviation of 0.048; 10 seeds show a difference"
     )
-    with pytest.raises(ValueError, match="--plan: the runs have one seed in common"):
+    with pytest.raises(ValueError, match="plan: the runs have one seed in common"):
         plan_words(np.array([0.1]), 0.05)
 
 

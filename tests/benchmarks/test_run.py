@@ -1,12 +1,16 @@
 """The benchmark's driver on the toy shape, and what is made of a run."""
 
 import json
+import signal
+import subprocess
+import time
 import types
 
 import numpy as np
+import psutil
 import pytest
 
-from benchmarks import accelerator, tables
+from benchmarks import accelerator, run, tables
 from benchmarks.costs import decode_bytes, shares, work_of
 from benchmarks.rows import make_rows
 from benchmarks.systems import named
@@ -73,6 +77,35 @@ def test_an_unknown_system_is_refused():
         named("torhc")
     with pytest.raises(ValueError, match="'torch:float8'"):
         named("torch:float8")
+
+
+def test_all_other_systems_stop_while_one_works(monkeypatch):
+    """Each system is a shell that started another program."""
+    shells = [subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) for _ in range(2)]
+    workers = {}
+    for name, shell in zip("ab", shells, strict=True):
+        workers[name] = run.Worker.__new__(run.Worker)
+        workers[name]._process = shell
+
+    def stopped(name: str) -> list[bool]:
+        process = psutil.Process(workers[name]._process.pid)
+        return [each.status() == psutil.STATUS_STOPPED for each in (process, *process.children(recursive=True))]
+
+    try:
+        while not all(psutil.Process(shell.pid).children() for shell in shells):
+            time.sleep(0.01)
+        monkeypatch.setattr(run, "FLAGS", types.SimpleNamespace(others="stop"))
+        with run.alone(workers, "a"):
+            assert stopped("a") == [False, False] and stopped("b") == [True, True]
+        assert stopped("b") == [False, False]
+        monkeypatch.setattr(run, "FLAGS", types.SimpleNamespace(others="wait"))
+        with run.alone(workers, "a"):
+            assert stopped("b") == [False, False]
+    finally:
+        for worker in workers.values():
+            worker.send(signal.SIGKILL)
+            worker.close()
+    run.Worker.send(workers["a"], signal.SIGSTOP)  # it has ended, which is no error
 
 
 def fake_rows() -> list[dict]:

@@ -90,7 +90,7 @@ def test_parameters_are_the_published_ones_from_config_json_alone(tiny, tmp_path
     found = memory(result)
     assert found["trained parameters"] == 4 * PUBLISHED[name][0]
     assert 2 * PUBLISHED[name][0] <= found["sampler's copy"] <= 2.01 * PUBLISHED[name][0]  # norms stay float32
-    show_dry_run(config, result)
+    show_dry_run(result)
     printed = capsys.readouterr().out
     assert f"parameters {PUBLISHED[name][0]:,}" in printed and "weight: exp_advantage" in printed
     assert not (tmp_path / "run").exists()
@@ -113,7 +113,7 @@ def test_a_missing_tokenizer_hides_only_its_own_facts(tiny, tmp_path, no_weights
     config = tiny(*published(tmp_path / "model", "Qwen2.5-1.5B-Instruct"))
     result = dry_run(config)
     assert result.prompt_tokens is None and {item.phase for item in result.memory} == {"always"}
-    show_dry_run(config, result)
+    show_dry_run(result)
     printed = capsys.readouterr().out
     (missing,) = result.missing
     assert "holds no tokenizer" in missing and "set rollout.max_prompt_tokens" in printed
@@ -291,7 +291,7 @@ def test_several_updates_age_a_batch_by_steps(tiny, capsys):
     for step in range(1, 61):
         groups = next(ahead)[1] if step % 4 == 1 else groups
         assert result.staleness[step - 1] == step - 1 - groups[0].completions[0].policy_version
-    show_dry_run(config, result)
+    show_dry_run(result)
     printed = capsys.readouterr().out
     assert "tokens a batch of 4 steps" in printed and "54.0 steps an epoch, 1.11 epochs" in printed
     whole, halves = (memory(dry_run(tiny(*options))) for options in ([], updates))
@@ -419,7 +419,7 @@ def test_a_mesh_splits_the_memory(tiny, capsys):
         assert whole[name] / 4 < split[name] < 0.45 * whole[name], name
     assert split["activations"] < 0.35 * whole["activations"]
     assert split["keys and values"] == whole["keys and values"] // 4
-    show_dry_run(config, result)
+    show_dry_run(result)
     assert "memory of each of 4 devices: data 1 × fsdp 2 × tensor 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="mesh: data 1, fsdp 2, tensor 2: 4 does not equal the number of devices, 8"):
         dry_run(config, named_devices("h100:8"))
