@@ -150,7 +150,7 @@ def board_parts(table: pd.DataFrame | None) -> dict[str, str]:
         counts = f"{board_page.made_runs('leaderboard', table)} of {board_page.planned_runs('leaderboard')} runs"
         picture = "![Mean ranks of all presets with intervals, and accuracies by column]"
         said = (
-            f"All presets in seven columns of data: {len(board.means)} presets, {counts}. The mean ranks of"
+            f"All presets in seven columns of data ({len(board.means)} rows, {counts}). The mean ranks of"
             f" {', '.join(first)} do not differ visibly from the best. The last group is {', '.join(last)}."
         )
         parts["leaderboard"] = (

@@ -34,7 +34,7 @@ def test_leaderboard_and_regimes_fill_their_sections(monkeypatch):
     monkeypatch.setattr(board_page, "planned_runs", lambda study: 100)
     parts = report.board_parts(table_of(ends, range(8)))
     assert parts["unmeasured"] == "" and "**Rewards 0 to 40 rounds late.**" in parts["regimes"]
-    assert "3 presets, 42 of 100 runs" in parts["leaderboard"]
+    assert "(3 rows, 42 of 100 runs)" in parts["leaderboard"]
     assert (
         "ranks of `grpo` do not differ visibly from the best. The last group is `reinforce`, `opmd`."
         in parts["leaderboard"]
