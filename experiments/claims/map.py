@@ -80,7 +80,8 @@ def without_arguments(config: Config) -> Config:
     plain = {"seed": 0, "output": "", "regime": RegimeConfig(sync_offset=config.regime.sync_offset)}
     optimizer = config.optimizer.model_copy(update={"learning_rate": 1.0})
     rollout = config.rollout.model_copy(update={"drift": None})
-    return config.model_copy(update={**plain, "optimizer": optimizer, "rollout": rollout})
+    model = config.model.model_copy(update={"path": None})
+    return config.model_copy(update={**plain, "model": model, "optimizer": optimizer, "rollout": rollout})
 
 
 def drift_of(config: Config) -> dict[str, float | bool]:

@@ -32,7 +32,6 @@ SHORT = {
     "training.steps": 8,
     "evaluation.every": 4,
     "evaluation.problems": 16,
-    "warm_start.steps": 20,
 }  # changes of a smoke run
 SMOKE_SEEDS = 2
 
@@ -106,6 +105,9 @@ def main(argv: list[str]) -> None:
         plan.OUTPUT = Path("runs/leaderboard_smoke")
     rows = planned_rows(FLAGS.study)
     if not FLAGS.page:
+        for study in plan.STUDIES:
+            for seed in plan.seeds_of(study):
+                runs.write_base_policy(seed)
         runs.make_rows(rows, TABLE, min(FLAGS.workers, len(rows)), extra)
     if FLAGS.smoke:
         return

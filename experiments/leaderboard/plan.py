@@ -1,4 +1,4 @@
-"""The runs of plan.yaml: columns, methods, the stores that columns read, and the best rate of each cell."""
+"""The runs of plan.yaml: columns, methods, base policies, the stores that columns read, the best rate of each cell."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ import pandas as pd
 from recjax.algorithms.presets import PRESETS
 from recjax.analysis.compare import final
 from recjax.analysis.sweeps import SweepRun
-from recjax.config import make_config
+from recjax.config import Config, make_config
 from recjax.config.yaml_values import read_yaml_file
 from recjax.errors import UserError
 
@@ -23,6 +23,7 @@ FRESH = "fresh"
 FOREIGN_SEED = 1000  # the seed of a store is the seed of its reader plus this
 RECORDED_TOP_K = 128  # for score centering: the whole vocabulary of the sums
 OUTPUT = Path("runs/leaderboard")
+POLICIES = HERE / "policies"
 
 Best = Mapping[tuple[str, str], float]
 
@@ -69,8 +70,25 @@ def base_values() -> dict[str, Any]:
     return changed(read_yaml_file(HERE / PLAN["config"]), PLAN["overrides"])
 
 
+def base_policy_run(seed: int) -> Config:
+    """The config whose initial policy, after its warm start, is the base policy of a seed."""
+    return make_config(changed(base_values(), {"seed": seed}), [], str(HERE / "plan.yaml"))
+
+
+def base_policy_of(seed: int) -> Path:
+    """The folder with the base policy of a seed."""
+    return POLICIES / f"seed_{seed}"
+
+
+def seeds_of(study: str) -> list[int]:
+    """The pilot seed and the seeds of the verdicts."""
+    return [PLAN["pilot_seed"], *range(PLAN[study]["seeds"])]
+
+
 def store_run(name: str, seed: int, extra: Mapping[str, Any]) -> SweepRun:
     """The run that records a store, for runs with a seed.
+
+    Its base policy is made on the spot, because it is another one than that of the readers.
 
     Args:
         extra: changes of a smoke run, which come last.
@@ -110,6 +128,8 @@ def run_of(method: Method, column: str, rate: float, seed: int, extra: Mapping[s
     values = changed(
         values,
         {
+            "model": {"path": str(base_policy_of(seed))},
+            "warm_start": None,
             "algorithm": dict(method.algorithm),
             "optimizer.learning_rate": rate,
             "seed": seed,

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,26 @@ class Row(NamedTuple):
 def is_compiled(config: Config) -> bool:
     """True if two compiled programs make the whole run: sampling from the policy, and one update of each batch."""
     return config.experience is None and config.regime.mode == "sync" and config.training.updates == 1
+
+
+def write_base_policy(seed: int) -> None:
+    """Writes the folder with the base policy of a seed if it does not exist.
+
+    The folders are committed: a warm start gives other weights on another processor, and then the runs of a seed would
+    not be comparable. Their weights are rounded to bfloat16, which halves the files.
+    """
+    output = plan.base_policy_of(seed)
+    if output.exists():
+        return
+    from recjax.hub.export import export_model, write_base
+    from recjax.runs.prepare import prepare
+
+    run, params = prepare(plan.base_policy_run(seed))
+    decoder = run.policy.decoder.config
+    with tempfile.TemporaryDirectory() as made:
+        base = Path(made)
+        write_base(base, decoder, run.policy.tokenizer, run.policy.stop_ids)
+        export_model(output, decoder, params, base, "bfloat16", stop_ids=run.policy.stop_ids)
 
 
 def blocks(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

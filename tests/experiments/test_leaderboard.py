@@ -221,13 +221,12 @@ def test_errors_and_table_rows_count_as_finished(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_trainer_and_the_programs_make_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "OUTPUT", tmp_path)
-    extra = main.SHORT | {"warm_start.steps": 150}
-    run = plan.run_of(plan.preset("grpo"), "age20", 4e-4, 1, extra)
+    run = plan.run_of(plan.preset("grpo"), "age20", 4e-4, 1, main.SHORT)
     assert runs.is_compiled(run.config)
     compiled.make([run])
     by_programs = runs.table_of([run], tmp_path / "none.parquet")
     compiled.file_of(run).unlink()
-    runs.train(run, extra)
+    runs.train(run, main.SHORT)
     by_trainer = runs.table_of([run], tmp_path / "none.parquet")
     for name in ("step", "evaluation/accuracy", "reward"):
         np.testing.assert_allclose(by_trainer[name].fillna(0), by_programs[name].fillna(0), atol=1e-6, err_msg=name)
