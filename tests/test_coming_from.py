@@ -1,5 +1,6 @@
 """docs/coming_from.md: what differs silently from other libraries is as its table says."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from recjax.algorithms import advantages
 from recjax.config import make_config
+from recjax.errors import UserError
 from recjax.experience.batch import sampled_shape
 from recjax.rewards.pool import FAILURES, overlong_penalty
 from recjax.rewards.reward import OVERLONG, is_accurate, load_reward
@@ -92,3 +95,22 @@ def test_every_difference_on_the_page_is_checked():
 @pytest.mark.parametrize("name", CHECKS)
 def test_recjax_does_what_the_page_says(name):
     CHECKS[name]()
+
+
+def test_configs_of_trinitys_rec_are_taken():
+    section = PAGE.read_text(encoding="utf-8").split("## Trinity-RFT's `rec`")[1].split("\n## ")[0]
+    blocks = [yaml.safe_load(text) for text in re.findall(r"^\| .+ \| `(algorithm: .+)` \|$", section, re.MULTILINE)]
+    resolved = [make_config(VALUES | block, {}, "config").algorithm.resolved() for block in blocks]
+    assert len(resolved) == 11 and all(one != other for one, other in itertools.combinations(resolved, 2))
+    by_preset = {block["algorithm"]["preset"]: found for block, found in zip(blocks, resolved, strict=True)}
+    # `rec` adds 0.1 (log ρ)², and recjax τ/2 (log ρ)².
+    assert by_preset["opmd_token"]["regularizer"]["tau"] / 2 == 0.1
+    # gspo-one-side compares a completion's mean log-ratio with the bounds and weighs nothing.
+    assert by_preset["gspo"]["ratio"]["name"] == "sequence_mean" and by_preset["gspo"]["weight"]["name"] == "none"
+    assert by_preset["grpo"]["reference_kl"]["coefficient"] == 0 and by_preset["grpo"]["advantage"]["ddof"] == 0
+
+
+def test_trinitys_keys_are_answered_with_ours():
+    for theirs, ours in (("repeat_times", "rollout.group_size"), ("buffer.total_steps", "training.steps")):
+        with pytest.raises(UserError, match=f"{theirs} is {ours} here"):
+            make_config(VALUES, [f"{theirs}=8"], "config")

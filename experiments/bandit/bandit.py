@@ -1,6 +1,7 @@
 """The paper's counter-example: three arms, and data from a behavior policy that prefers the second best.
 
-    python experiments/bandit/bandit.py [--output FOLDER] [--picture PNG] [--steps N] [--learning_rate 0.2] [--seeds 16]
+    python experiments/bandit/bandit.py [--output FOLDER] [--picture PNG] [--derivation PNG] [--steps N]
+        [--learning_rate 0.2] [--seeds 16]
 
 A completion is one arm, the policy a softmax over three logits. Groups of GROUP_SIZE arms drawn from a behavior
 policy go through the library's own `row_terms` and `loss`, and gradient descent follows. No loss looks at the order of
@@ -33,6 +34,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from recjax.algorithms import losses
+from recjax.algorithms.clipping import one_side_mask
 from recjax.algorithms.losses import Algorithm
 from recjax.algorithms.presets import build_algorithm
 
@@ -257,6 +259,44 @@ def draw_best_arm(kept: Points, results: Results, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+# Lines of docs/derivation.md's picture: label in METHODS, and label there.
+SHOWN = {
+    "REINFORCE": "REINFORCE",
+    "REC-OneSide-NoIS (0.2, 0.2)": "clip, range 0.2",
+    "OPMD, τ = 0.1": "OPMD, τ = 0.1",
+}
+
+
+def draw_derivation(kept: Points, results: Results, path: Path) -> None:
+    """The clip's coefficient over the ratio, and the probability of arm 3 with old and with refreshed data."""
+    colors = {method.label: method.color for method in METHODS}
+    colors["REINFORCE"] = BLACK
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    clip, *panels = figure.subplots(1, 3)
+    ratios = np.linspace(0, 2, 401)
+    for advantage, color, text, place in (
+        (1.0, GREEN, "advantage above 0", 0.1),
+        (-1.0, RED, "advantage below 0", 0.95),
+    ):
+        signs = jnp.full(len(ratios), advantage)
+        is_kept = np.asarray(one_side_mask(jnp.asarray(ratios, jnp.float32)[:, None], signs))[:, 0]
+        clip.plot(ratios, advantage * is_kept, color=color, lw=2)
+        clip.text(place, 0.86 * advantage, text, color=color, fontsize=9, va="center")
+    clip.axvline(1, color="0.6", lw=0.8)
+    clip.set_xlabel("ratio π/μ of a token")
+    clip.set_title("factor on ∇log π, with a clip", fontsize=10)
+    for axes, number, title in zip(panels, (0, 3), ("old data", "data refreshed every 500 steps"), strict=True):
+        for label, text in SHOWN.items():
+            axes.plot(kept, results[label][number, 0, :, 2], color=colors[label], lw=2, label=text)
+        axes.set(xlim=(0, kept[-1]), ylim=(-0.02, 1.02), xlabel="gradient step")
+        axes.set_title(f"probability of the best answer,\n{title}", fontsize=10)
+    panels[0].legend(fontsize=8, frameon=False, loc="upper left")
+    for axes in (clip, *panels):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=100)
+
+
 def main(_: list[str]) -> None:
     """Runs every method, writes tables and figures."""
     options, results = flags.FLAGS, {}
@@ -268,11 +308,13 @@ def main(_: list[str]) -> None:
     draw_simplex(results, Path(options.output, "simplex.png"), range(len(BEHAVIORS)), "AB;CD;EE", (8, 12))
     draw_simplex(results, Path(options.picture), [0], "A", (7, 6.6))
     draw_best_arm(kept, results, Path(options.output, "best_arm.png"))
+    draw_derivation(kept, results, Path(options.derivation))
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("output", "experiments/bandit", "Folder to write tables and figures to.")
     flags.DEFINE_string("picture", "docs/bandit.png", "Picture of docs/concepts.md to write.")
+    flags.DEFINE_string("derivation", "docs/derivation.png", "Picture of docs/derivation.md to write.")
     flags.DEFINE_integer("steps", 5000, "Gradient steps.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 0.2, "Of gradient descent on the logits.", lower_bound=0.0)
     flags.DEFINE_integer("seeds", 16, "Sampled runs of each method under each behavior policy.", lower_bound=1)

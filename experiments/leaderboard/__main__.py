@@ -11,6 +11,7 @@ It resumes: a run that has a file in runs/leaderboard or rows in runs.parquet is
 the page that is printed, and in no committed file.
 """
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -73,6 +74,18 @@ def table_of_rows(rows: list[Row], path: Path, extra: dict) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
+def write_errors(rows: list[Row], table: pd.DataFrame) -> None:
+    """Adds the errors that ended the pilots of cells without a finished run to the committed ones."""
+    errors = page.read_errors()
+    for row in rows:
+        found = runs.errors_of(runs.pilots_of(row, {}))
+        errors |= {f"{method}__{column}": error for (method, column), error in found.items()}
+    finished = {f"{method}__{column}" for method, column in zip(table["method"], table["column"], strict=True)}
+    errors = {name: errors[name] for name in sorted(errors.keys() - finished)}
+    if errors or page.ERRORS.exists():
+        page.ERRORS.write_text(json.dumps(errors, indent=2) + "\n", encoding="utf-8")
+
+
 def all_rows() -> list[Row]:
     """The rows of both studies."""
     rows = []
@@ -101,6 +114,7 @@ def main(argv: list[str]) -> None:
     table = table_of_rows(all_rows(), TABLE, {}).drop_duplicates([*plan.AXES, "step"])
     if len(table):
         write_table(table, TABLE)
+        write_errors(all_rows(), table)
     if FLAGS.method:
         own = table_of_rows(rows, TABLE, {})
         print(page.board_text(pd.concat([table, own], ignore_index=True)))

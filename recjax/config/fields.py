@@ -93,7 +93,7 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @functools.cache
 def _names_elsewhere() -> dict[str, str]:
-    """Our keys by the names of TRL, verl, OpenRLHF and Tunix; docs/coming_from.md says how they differ."""
+    """Our keys by other libraries' names for them; docs/coming_from.md says how they differ."""
     table = read_yaml_file(Path(__file__).with_name("elsewhere.yaml"))
     keys = {}
     for ours, names in table.items():

@@ -21,13 +21,14 @@ _SETTINGS = (
 )
 _PAPER = """\
 ```bibtex
-@misc{arxiv250924203,
+@inproceedings{yao2026grouprelative,
   title={Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm: Demystifying Some Myths About GRPO and Its
     Friends},
   author={Yao, Chaorui and Chen, Yanxi and Sun, Yuchang and Chen, Yushuo and Zhang, Wenhao and Pan, Xuchen and Li,
     Yaliang and Ding, Bolin},
-  howpublished={arXiv:2509.24203},
-  year={2025}
+  booktitle={International Conference on Learning Representations},
+  year={2026},
+  note={arXiv:2509.24203v2}
 }
 ```"""
 

@@ -1,4 +1,4 @@
-"""The example of every public function of `algorithms`, run: what a docstring prints is what it says."""
+"""The example of every public function of `algorithms`, and those of docs/derivation.md, print what they say."""
 
 import ast
 import doctest
@@ -9,6 +9,7 @@ import pytest
 
 import recjax.algorithms
 from tests.marks import slow_except
+from tests.test_tutorials import ROOT, blocks
 
 MODULES = sorted(path.stem for path in Path(recjax.algorithms.__file__).parent.glob("[a-z]*.py"))
 
@@ -33,4 +34,13 @@ def test_every_public_function_has_a_true_example(name):
         example = parser.get_doctest(ast.get_docstring(node), dict(beginning.globs), title, None, 0)
         assert example.examples, f"{name}.{title} has no example"
         runner.run(example, out=said.append)
+    assert not runner.summarize(verbose=False).failed, "".join(said)
+
+
+def test_each_line_of_the_derivation_is_true():
+    examples = [block.text for block in blocks(ROOT / "docs" / "derivation.md") if block.language == "python"]
+    said = []
+    runner = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF)
+    parsed = doctest.DocTestParser().get_doctest("\n".join(examples), {}, "docs/derivation.md", None, 0)
+    runner.run(parsed, out=said.append)
     assert not runner.summarize(verbose=False).failed, "".join(said)

@@ -209,4 +209,6 @@ def test_figures_are_drawn(results, tmp_path):
     bandit.draw_simplex(short, tmp_path / "simplex.png", range(len(bandit.BEHAVIORS)), "AB;CD;EE", (8, 12))
     bandit.draw_simplex(short, tmp_path / "one.png", [0], "A", (7, 6.6))
     bandit.draw_best_arm(np.arange(1, 1 + short["REINFORCE"].shape[2]), short, tmp_path / "best_arm.png")
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("simplex.png", "one.png", "best_arm.png"))
+    bandit.draw_derivation(np.arange(1, 1 + short["REINFORCE"].shape[2]), short, tmp_path / "derivation.png")
+    names = ("simplex.png", "one.png", "best_arm.png", "derivation.png")
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in names)

@@ -90,13 +90,54 @@ def test_ranks_means_and_ties():
     table = pd.concat([table_of(ends), table_of({("bad", "fresh"): lambda seed: 1.0}, [PLAN["pilot_seed"]])])
     board = page.board_of(page.ends_of(table))
     assert [*board.means.index] == ["good", "alike", "bad"]  # pilot seeds count for nothing
-    assert board.mean_rank.to_dict() == {"good": 1.25, "alike": 1.5, "bad": 2.5}
+    assert {name: rank.mean for name, rank in board.ranks.items()} == {"good": 1.25, "alike": 1.5, "bad": 2.5}
     assert board.means.loc["bad", "fresh"] == pytest.approx(0.525) and np.isnan(board.means.loc["alike", "late"])
     # Student's interval of 0.5 to 0.55 with six values: 2.5706 · 0.018708 / √6.
     assert board.half_widths.loc["bad", "fresh"] == pytest.approx(0.019633, abs=1e-5)
     assert board.ties["fresh"].to_dict() == {"good": True, "alike": True, "bad": False}
+    assert board.groups == {"good": 1, "alike": 1, "bad": 2}
     text = page.board_table(board)
     assert "**0.905 ± 0.006**" in text and "| 0.525 ± 0.020 |" in text and "–" in text
+    assert "| 3 | `bad` | 2 | 2.5 (2.5 to 2.5) |" in text
+
+
+def test_groups_compare_ranks_in_common_columns():
+    places = page.ends_of(
+        table_of(
+            {
+                ("first", "fresh"): lambda seed: 1.0,
+                ("first", "late"): lambda seed: 1.0,
+                ("second", "fresh"): lambda seed: 2.0,
+                ("second", "late"): lambda seed: 1.0 if seed % 2 else 0.5,
+                ("partial", "fresh"): lambda seed: 1.0,
+                ("third", "late"): lambda seed: 3.0,
+            }
+        )
+    )
+    order = ["first", "second", "partial", "third"]
+    # The second is behind by 0.5 and 0.25 in turn, 0.375 ± 0.144.
+    assert page.groups_of(places, order) == {"first": 1, "second": 2, "partial": 2, "third": 3}
+    few = places[places.index.get_level_values("seed").isin(["0", "1"])]
+    assert page.groups_of(few, order) == dict.fromkeys(order, 1)
+
+
+def test_empty_cells_have_a_reason():
+    cells = [("luffy", "fresh"), ("opmd", "fresh"), ("opmd", "late")]
+    board = page.board_of(page.ends_of(table_of({cell: lambda seed: 0.5 for cell in cells})))
+    text = page.gaps_text(board, {"luffy__late": "too few groups remain"})
+    assert f"- `luffy`, {page.TITLES['late']}: too few groups remain\n" in text
+    assert page.NOT_RUN in text and f"`opmd`, {page.TITLES['age20']}" in text
+
+
+def test_errors_of_finished_cells_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "ERRORS", tmp_path / "errors.json")
+    monkeypatch.setattr(plan, "OUTPUT", tmp_path)
+    page.ERRORS.write_text('{"grpo__late": "kept", "opmd__fresh": "finished since"}')
+    row = runs.Row(plan.preset("opmd"), ("late",), 2)
+    for run in runs.pilots_of(row, {}):
+        compiled.file_of(run).write_text(json.dumps({"error": "too few groups remain"}))
+    main.write_errors([row], table_of({("opmd", "fresh"): lambda seed: 0.5}))
+    assert page.read_errors() == {"grpo__late": "kept", "opmd__late": "too few groups remain"}
 
 
 def test_few_seeds_have_no_interval():
@@ -119,6 +160,20 @@ def test_checks_pair_seeds_with_fresh_samples_and_methods():
     assert found["opmd", "reinforce", "late"] is None and ("reinforce", plan.FRESH, plan.FRESH) not in found
     text = page.verdicts_table(found)
     assert "−0.299" in text and "holds" in text and page.NOT_RUN in text
+    said = page.paragraphs(found)
+    assert said.startswith(
+        "**Rewards 0 to 40 rounds late.** Holds: the cost of the data to REINFORCE (−0.300), the gain"
+    )
+    assert said.count("\n") == 1
+
+
+def test_paragraphs_count_verdicts_that_age_has_too():
+    ends = {("reinforce", column): lambda seed: 0.6 + 0.01 * (seed % 3) for column in ("age50", "late")}
+    ends |= {("reinforce", "fresh"): lambda seed: 0.9, ("grpo", "age50"): lambda seed: 0.9}
+    ends |= {("opmd", "age50"): lambda seed: 0.9, ("opmd", "late"): lambda seed: 0.5}
+    said = page.paragraphs(page.checks_of(page.ends_of(table_of(ends, range(8)))))
+    assert "Does not hold here: the gain of OPMD over REINFORCE (−0.109). 1 of 2 verdicts are those of age 50." in said
+    assert {(check["first"], check["second"]) for check in PLAN["regimes"]["checks"]} == page.SUBJECTS.keys()
 
 
 def test_blocks_average_the_steps_since_the_last_evaluation():
