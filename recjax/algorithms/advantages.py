@@ -217,7 +217,7 @@ def teacher_advantages(
     """Teacher's log-probs minus the policy's log-probs: A_t = c (log π_teacher − log π).
 
     On the policy's own samples, these advantages give the gradient of c KL(π ‖ π_teacher), token by token. A prefix
-    weight γ multiplies them by 1 + γ (1 − Σ_{u<t} |A_u| / Σ_u |A_u|), which falls from 1 + γ at a row's first token to 1
+    weight γ multiplies them by 1 + γ (1 − Σ_{u<t} |A_u| / Σ_u |A_u|), which falls from 1 + γ at a row's first token
     as the row drifts away from the teacher.
 
     Args:
@@ -228,7 +228,8 @@ def teacher_advantages(
         prefix_weight: γ, 0 or more; 0: all tokens weigh the same.
     Raises:
         ValueError: a negative coefficient or γ.
-    Reference: arXiv 2306.13649 (GKD, its reverse KL on the student's samples); prefix_weight: arXiv 2606.22600 (IW-OPD).
+    Reference: arXiv 2306.13649 (GKD, its reverse KL on the student's samples); prefix_weight: arXiv 2606.22600
+        (IW-OPD).
 
     Examples:
         >>> logprobs, teacher = jnp.array([[-2.0, -1.0, -9.0]]), jnp.array([[-1.0, -1.5, 0.0]])

@@ -164,16 +164,16 @@ FIELD = {
     "cod": Preset(
         "CoD",
         "2606.20002",
-        "A·exp(A/T)·one-side(ρ), A = mean reward from the token's turn on − the group's mean; T so that Σ_t A·exp(A/T) ="
-        " 0, at least 0.8",
+        "A·exp(A/T)·one-side(ρ), A = mean reward from the token's turn on − the group's mean; T so that Σ_t A·exp(A/T)"
+        " = 0, at least 0.8",
         {
             "advantage": {"name": "turn_returns", "returns": "mean"},
             "clip": "one_side",
             "weight": {"name": "bisected_exp_advantage", "ceiling": 1e6},
         },
-        "for agents whose turns have rewards. As in the authors' code, Σ_t is over the batch's tokens, and weights are 1"
-        " where Σ_t A ≥ 0. Shorter trajectories enter the group's mean with their last turn; the code leaves them out of"
-        " later turns. Its T stops within 0.05 of the root, and at 100",
+        "for agents whose turns have rewards. As in the authors' code, Σ_t is over the batch's tokens, and weights are"
+        " 1 where Σ_t A ≥ 0. Shorter trajectories enter the group's mean with their last turn; the code leaves them"
+        " out of later turns. Its T stops within 0.05 of the root, and at 100",
     ),
     "offline_grpo": Preset(
         "Offline-GRPO",
@@ -333,7 +333,8 @@ FIELD = {
     "m2po": Preset(
         "M2PO",
         "2510.01161",
-        "ρA, 0 at those tokens with A·log ρ > 0 whose (log ρ)² is largest, until the others have a mean of at most 0.04",
+        "ρA, 0 at those tokens with A·log ρ > 0 whose (log ρ)² is largest, until the others have a mean of at most"
+        " 0.04",
         {"advantage": "group_normalized", "weight": "importance", "mask": "one_side_second_moment"},
         "Algorithm 1 of the final paper (ICLR 2026), over the whole batch; dropped tokens stay in the loss's mean. The"
         " authors' code of October 2025 counts dropped tokens at the bound, and so drops more: mask={dropped:"
@@ -345,9 +346,9 @@ FIELD = {
         "2602.03392",
         "ρA·one-side(ρ), 0 where A < 0 and p(H + log p) is 2.5 deviations or more below the batch's mean",
         {**CLIPPED, "mask": "entropy_change"},
-        "H and p are those of the policy before the update. The mean is over all tokens, in the authors' code over those"
-        " that are left, and their σ has K − 1: advantage={ddof: 1}. Clip-V of the same paper compares p(H + log p) with"
-        " its mean over the vocabulary, which no scoring pass keeps",
+        "H and p are those of the policy before the update. The mean is over all tokens, in the authors' code over"
+        " those that are left, and their σ has K − 1: advantage={ddof: 1}. Clip-V of the same paper compares p(H + log"
+        " p) with its mean over the vocabulary, which no scoring pass keeps",
     ),
     "bapo": Preset(
         "BAPO",
@@ -507,12 +508,12 @@ FIELD = {
         "2609.20807",
         "A·(∇log π of the token − its mean under μ)",
         {"score_centering": {"coefficient": 1.0}},
-        "added to any other preset whose weights and clips read single tokens, with score_centering.coefficient; with a"
-        " capped ratio: weight={name: truncated, cap: 2.0}. It reads the sampler's most likely tokens:"
+        "added to any other preset whose weights and clips read single tokens, with score_centering.coefficient; with"
+        " a capped ratio: weight={name: truncated, cap: 2.0}. It reads the sampler's most likely tokens:"
         " rollout.recorded_top_k=128, as in the paper. The authors' code (MJ10/score-centering,"
-        " martin-marek/score-centering) has the same terms: μ f(π/μ) for the recorded tokens, α f(1/α) π for all others,"
-        " also at clipped tokens; its best setting for old samples is a capped ratio or a mask. Next to a one-sided clip"
-        " it is a composition of this package",
+        " martin-marek/score-centering) has the same terms: μ f(π/μ) for the recorded tokens, α f(1/α) π for all"
+        " others, also at clipped tokens; its best setting for old samples is a capped ratio or a mask. Next to a"
+        " one-sided clip it is a composition of this package",
     ),
     "klpo": Preset(
         "KLPO, token regression",
@@ -590,9 +591,10 @@ FIELD = {
             },
         },
         "the 100 tokens are the policy's most likely, as in TRL and the authors' code; the teacher's:"
-        " teacher_divergence={support: teacher}. Set task.teacher_template with {better} or {feedback}; with {answer} it is OPSD (2601.18734). The paper"
-        " averages the teacher's weights: model.teacher_rate=0.05. Here the mean also counts tokens of completions"
-        " without a teacher, and {better} is another completion only if its reward is higher",
+        " teacher_divergence={support: teacher}. Set task.teacher_template with {better} or {feedback}; with {answer}"
+        " it is OPSD (2601.18734). The paper averages the teacher's weights: model.teacher_rate=0.05. Here the mean"
+        " also counts tokens of completions without a teacher, and {better} is another completion only if its reward"
+        " is higher",
     ),
     # --- Observations.
     "echo": Preset(
