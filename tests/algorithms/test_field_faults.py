@@ -137,14 +137,14 @@ def test_second_moment_counts_tokens_that_followed_their_advantage(spread, dropp
 
 
 def test_final_second_moment_drops_half_as_many():
-    """Log-ratios of a half-normal distribution, σ = 0.26: Algorithm 1 drops 12 %, the code of 2025 dropped 29 %."""
+    """Log-ratios of a half-normal distribution, σ = 0.26: Algorithm 1 drops 11 %, the code of 2025 dropped 26 %."""
     quantiles = (np.arange(10_000) + 0.5) / 10_000
     log_ratio = 0.26 * np.sqrt(2) * np.asarray(jax.scipy.special.erfinv(quantiles), np.float32)[None]
     shares = []
     for dropped in ("ignored", "bounded"):
         kept = second_moment_mask(log_ratio, UP, np.ones(log_ratio.shape, bool), dropped=dropped)
         shares.append(1 - np.asarray(kept).mean())
-    np.testing.assert_allclose(shares, [0.122, 0.286], atol=2e-3)
+    np.testing.assert_allclose(shares, [0.114, 0.261], atol=1e-3)
 
 
 WITH_PROXIMAL = {"tis": {}, "decoupled_ppo": {}, "grpo": {"anchor": {"name": "proximal"}}}
@@ -421,7 +421,7 @@ def test_gspo_token_has_the_gradient_of_its_surrogate():
 
 
 # The example's most likely tokens are of another policy even where the sampled ones are not.
-OTHER_AXES = {"advantage", "mask", "distillation", "observations", "score_centering"}
+OTHER_AXES = {"advantage", "mask", "distillation", "objective", "observations", "score_centering"}
 
 
 def test_on_policy_every_method_of_the_ratio_is_reinforce():
