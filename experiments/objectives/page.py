@@ -45,7 +45,7 @@ COMPANIONS: dict[str, dict[str, dict]] = {
     "klpo": {"rollout": {"group_size": 1, "recorded_top_k": 16}},
     "respo": {"training": {"updates_per_batch": 2, "minibatches": 4}},
     "cod": {"task": {"agent": "my_agents:play"}, "rollout": {"max_context_tokens": 1024}},
-    "offline_grpo": {"experience": {"mix": {"store": "expert.db", "share": 0.5, "of": "batch"}}},
+    "offline_grpo": {"experience": {"store": "expert.db"}},
     "chord": {"experience": {"mix": {"store": "expert.db", "share": 0.125, "of": "batch"}}},
     "luffy": {"experience": {"mix": {"store": "expert.db", "share": 0.125, "of": "group"}}},
     "mis": {"training": {"updates_per_batch": 2}},
