@@ -235,3 +235,16 @@ def test_log_ratio_penalty_by_loops(level):
     arrays = [np.where(mask, np.log(x), np.nan).astype(np.float32) for x in (new, old)]
     penalty = functools.partial(advantages.log_ratio_penalty, coefficient=0.3, level=level)
     np.testing.assert_allclose(jax.jit(penalty)(*arrays, mask, ids), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_prefix_weights_fall_with_drift_by_loops():
+    generator = np.random.default_rng(0)
+    policy, teacher = (-generator.uniform(0.1, 3, (3, 5)) for _ in range(2))
+    mask = np.arange(5) < np.array([[5], [0], [3]])
+    expected = np.zeros((3, 5))
+    for i, t in np.argwhere(mask):
+        sizes = [abs(teacher[i, u] - policy[i, u]) for u in range(5) if mask[i, u]]
+        expected[i, t] = 2 * (1 + 0.5 * (1 - sum(sizes[:t]) / sum(sizes))) * (teacher[i, t] - policy[i, t])
+    arrays = [jnp.asarray(np.where(mask, x, np.nan), jnp.float32) for x in (policy, teacher)]
+    found = advantages.teacher_advantages(*arrays, jnp.asarray(mask), coefficient=2.0, prefix_weight=0.5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
