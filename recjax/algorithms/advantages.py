@@ -5,8 +5,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from recjax.algorithms.clipping import binary_kl
 from recjax.algorithms.groups import group_index, group_minima, group_sizes, group_sums
 from recjax.algorithms.options import ABOVE_0, AT_LEAST_0, Bounds, Scalar, requires
+from recjax.algorithms.ratios import log_difference, sequence_sum
 
 Singleton = Literal["zero", "reward"]
 
@@ -58,6 +60,7 @@ def group_mean_advantages(
     kept: Bool[Array, " batch"],
     *,
     singleton: Singleton = "zero",
+    solved: Scalar = 0.0,
 ) -> Float[Array, " batch"]:
     """Reward minus the group's mean.
 
@@ -68,7 +71,8 @@ def group_mean_advantages(
         group_ids: id of each row's group; any integers in any order, groups of any size.
         kept: mask of the rows that count; other rows get 0 and do not enter the mean.
         singleton: advantage of a group's only kept row: 0, or its reward.
-    Reference: arXiv 2509.24203 §2 (REINFORCE).
+        solved: advantage of all rows in a group whose rewards are all above 0.5, if it is not 0.
+    Reference: arXiv 2509.24203 §2 (REINFORCE); solved: https://github.com/krafton-ai/Offline-GRPO.
 
     Examples:
         >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
@@ -77,7 +81,9 @@ def group_mean_advantages(
         [ 2. -1. -1.]
     """
     index = group_index(group_ids)
-    return _with_singletons(deviations(rewards, index, kept), rewards, index, kept, singleton)
+    advantages = _with_singletons(deviations(rewards, index, kept), rewards, index, kept, singleton)
+    is_solved = group_minima(jnp.where(kept, rewards, jnp.inf), index) > 0.5
+    return jnp.where(kept & is_solved & (solved != 0), solved, advantages)
 
 
 @requires(epsilon=Bounds(ABOVE_0.accepts, "must be above 0, or a group of equal rewards divides by zero"))
@@ -199,31 +205,80 @@ def raw_reward_advantages(
     return jnp.where(kept, rewards, 0.0)
 
 
-@requires(coefficient=AT_LEAST_0)
+@requires(coefficient=AT_LEAST_0, prefix_weight=AT_LEAST_0)
 def teacher_advantages(
     logprobs: Float[Array, "batch time"],
     teacher_logprobs: Float[Array, "batch time"],
     completion_mask: Bool[Array, "batch time"],
     *,
     coefficient: Scalar = 0.0,
+    prefix_weight: Scalar = 0.0,
 ) -> Float[Array, "batch time"]:
     """Teacher's log-probs minus the policy's log-probs: A_t = c (log π_teacher − log π).
 
-    On the policy's own samples, these advantages give the gradient of c KL(π ‖ π_teacher), token by token.
+    On the policy's own samples, these advantages give the gradient of c KL(π ‖ π_teacher), token by token. A prefix
+    weight γ multiplies them by 1 + γ (1 − Σ_{u<t} |A_u| / Σ_u |A_u|), which falls from 1 + γ at a row's first token
+    as the row drifts away from the teacher.
 
     Args:
         logprobs: log π of each token, constant.
         teacher_logprobs: log π_teacher of each token, constant.
         completion_mask: mask of the tokens that count; other tokens get 0.
         coefficient: weight c, 0 or more.
+        prefix_weight: γ, 0 or more; 0: all tokens weigh the same.
     Raises:
-        ValueError: a negative coefficient.
-    Reference: arXiv 2306.13649 (GKD, its reverse KL on the student's samples).
+        ValueError: a negative coefficient or γ.
+    Reference: arXiv 2306.13649 (GKD, its reverse KL on the student's samples); prefix_weight: arXiv 2606.22600
+        (IW-OPD).
 
     Examples:
         >>> logprobs, teacher = jnp.array([[-2.0, -1.0, -9.0]]), jnp.array([[-1.0, -1.5, 0.0]])
         >>> mask = jnp.array([[True, True, False]])
         >>> print(teacher_advantages(logprobs, teacher, mask, coefficient=1.0))
         [[ 1.  -0.5  0. ]]
+        >>> print(teacher_advantages(logprobs, teacher, mask, coefficient=1.0, prefix_weight=3.0))
+        [[ 4. -1.  0.]]
     """
-    return coefficient * jnp.where(completion_mask, teacher_logprobs - logprobs, 0.0)
+    advantages = jnp.where(completion_mask, teacher_logprobs - logprobs, 0.0)
+    sizes = jnp.abs(advantages)
+    total = jnp.sum(sizes, axis=-1, keepdims=True)
+    drift = (jnp.cumsum(sizes, axis=-1) - sizes) / jnp.where(total > 0, total, 1.0)
+    return coefficient * (1 + prefix_weight * (1 - drift)) * advantages
+
+
+@requires(coefficient=AT_LEAST_0)
+def log_ratio_penalty(
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
+    *,
+    coefficient: Scalar = 0.0,
+    level: Literal["token", "completion"] = "token",
+) -> Float[Array, "batch time"]:
+    """Penalty on the log-ratio to the behavior policy, subtracted from the advantages, in the reward's unit.
+
+    β log ρ_t of each token, or β Σ_t (log ρ_t + k_t) of its completion, with the KL k_t of `binary_kl`. Clips, weights
+    and `score_centering` read the advantages after the subtraction.
+
+    Args:
+        logprobs: log π of each token, constant.
+        behavior_logprobs: log μ of each token, constant.
+        completion_mask: mask of the tokens that count; other tokens get 0.
+        trajectories: id of each row's completion; None if each row is a completion.
+        coefficient: weight β, 0 or more.
+        level: token, or completion for the sum over its tokens.
+    Raises:
+        ValueError: a negative coefficient.
+    Reference: arXiv 2610.08963 (KLPO, token and sequence regression).
+
+    Examples:
+        >>> now, before = jnp.array([[-0.5, -1.0]]), jnp.array([[-1.0, -1.0]])
+        >>> print(log_ratio_penalty(now, before, jnp.array([[True, True]]), coefficient=0.1))
+        [[0.05 0.  ]]
+    """
+    penalty = log_difference(logprobs, behavior_logprobs, completion_mask)
+    if level == "completion":
+        drift = penalty + jnp.where(completion_mask, binary_kl(logprobs, behavior_logprobs), 0.0)
+        penalty = jnp.where(completion_mask, sequence_sum(drift, completion_mask, trajectories), 0.0)
+    return coefficient * penalty

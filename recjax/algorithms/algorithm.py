@@ -59,6 +59,7 @@ class Algorithm:
     unbiased_reference_kl: Axis | None = None
     entropy: Axis | None = None
     distillation: Axis | None = None
+    log_ratio_penalty: Axis | None = None
     teacher_divergence: Axis | None = None
     score_centering: Axis | None = None
     observations: Axis | None = None
@@ -72,7 +73,7 @@ class Algorithm:
         """True if the loss reads any of `names`."""
         read = values_read(self.selection, self.advantage, self.clip, self.mask)
         read |= values_read(self.row_weight, self.token_weight, self.correction)
-        read |= values_read(self.regularizer, self.term, self.unbiased_reference_kl)
+        read |= values_read(self.regularizer, self.term, self.unbiased_reference_kl, self.log_ratio_penalty)
         if self.correction is not None or not RATIO.isdisjoint(read):
             read |= values_read(self.anchor)
         if not RATIO.isdisjoint(values_read(self.mask)):
@@ -92,9 +93,16 @@ class Algorithm:
         return self.anchor == BEHAVIOR_ANCHOR
 
     @property
+    def is_anchored_at_reference(self) -> bool:
+        """True if the loss compares completions by their ratio to the reference policy."""
+        return self.objective is not None and self.objective.option("anchor") == "reference"
+
+    @property
     def needs_behavior_logprobs(self) -> bool:
         """True if the loss depends on log-probs under the behavior policy."""
-        if self.compares_completions or self.correction is not None or self.score_centering is not None:
+        if self.compares_completions:
+            return not self.is_anchored_at_reference
+        if self.correction is not None or self.score_centering is not None:
             return True
         if self.teacher_divergence is not None and self.teacher_divergence.option("weight") != "none":
             return True
@@ -157,14 +165,15 @@ class Algorithm:
     def relates_rows(self) -> bool:
         """True if the loss relates the rows of a completion, which must then be in one micro-batch."""
         read = values_read(self.ratio, self.clip, self.mask, self.token_weight)
-        read |= values_read(self.correction, self.regularizer, self.term, self.reduction)
+        read |= values_read(self.correction, self.log_ratio_penalty, self.regularizer, self.term, self.reduction)
         return self.compares_completions or "trajectories" in read
 
     @property
     def needs_reference(self) -> bool:
         """True if the loss reads the log-probs of a reference policy."""
         has_kl = self.reference_kl is not None or self.unbiased_reference_kl is not None
-        return has_kl or "reference_logprobs" in values_read(self.term)
+        reads_logprobs = self.is_anchored_at_reference or "reference_logprobs" in values_read(self.term)
+        return has_kl or reads_logprobs or self.reads("scored_reference_kl")
 
     @property
     def needs_teacher(self) -> bool:

@@ -48,6 +48,7 @@ AXES = {
         "mean_relative": batch_advantages.mean_relative_advantages,
         "signal_scaled": batch_advantages.signal_scaled_advantages,
         "part_normalized": batch_advantages.part_normalized_advantages,
+        "divergence_penalized": batch_advantages.divergence_penalized_advantages,
         "log_mean_exp": batch_advantages.log_mean_exp_advantages,
         "discounted": batch_advantages.discounted_advantages,
         "turn_returns": batch_advantages.turn_return_advantages,
@@ -84,6 +85,8 @@ AXES = {
         "sequence_band": masks.sequence_band_mask,
         "second_moment": masks.second_moment_mask,
         "one_side_second_moment": masks.one_side_second_moment_mask,
+        "entropy_scaled": masks.entropy_scaled_mask,
+        "entropy_change": masks.entropy_change_mask,
         "high_entropy": masks.high_entropy_mask,
         "covariance": masks.covariance_mask,
     },
@@ -94,6 +97,9 @@ AXES = {
         "inverse": token_weighting.inverse_weights,
         "soft": token_weighting.soft_weights,
         "peaked": token_weighting.peaked_weights,
+        "blended": token_weighting.blended_weights,
+        "complement": token_weighting.complement_weights,
+        "probability": token_weighting.probability_weights,
         "expert_shaped": token_weighting.expert_shaped_weights,
         "own": token_weighting.own_weights,
         "effective_size_capped": token_weighting.effective_size_capped_weights,
@@ -119,13 +125,14 @@ AXES = {
         "fixed_length": reduce.fixed_length,
     },
 }
-# Terms without a name, on if their coefficient is above 0. `distillation` adds to advantages; every other term adds to
-# the loss.
+# Terms without a name, on if their coefficient is above 0. `distillation` and `log_ratio_penalty` change advantages;
+# every other term adds to the loss.
 ADDED_TERMS = {
     "reference_kl": regularizers.reference_kl_penalty,
     "unbiased_reference_kl": regularizers.unbiased_reference_kl_penalty,
     "entropy": regularizers.entropy_bonus,
     "distillation": advantages.teacher_advantages,
+    "log_ratio_penalty": advantages.log_ratio_penalty,
     "teacher_divergence": regularizers.teacher_divergence,
     "score_centering": regularizers.score_centering,
     "observations": regularizers.observation_cross_entropy,

@@ -182,6 +182,7 @@ def _small_values(axis: Axis) -> tuple[Tokens, Rows]:
         scored_logprobs=token,
         scored_log_ratio=token,
         scored_entropy=token,
+        scored_reference_kl=token,
     )
     rows = Rows(
         foreign=row_mask,

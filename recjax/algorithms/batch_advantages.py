@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.advantages import deviations
 from recjax.algorithms.groups import first_rows, group_index, group_minima, group_sizes, group_sums, trajectory_sums
-from recjax.algorithms.options import ABOVE_0, ABOVE_0_TO_1, Bounds, Scalar, require, requires
+from recjax.algorithms.options import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_0, Bounds, Scalar, require, requires
+from recjax.algorithms.ratios import sequence_mean
 
 _EPSILON = Bounds(ABOVE_0.accepts, "must be above 0, or equal rewards divide by zero")
 
@@ -262,6 +263,47 @@ def part_normalized_advantages(
     return jnp.where(is_signal, _whitened(total, kept, lengths, over=over, ddof=ddof, epsilon=epsilon), 0.0)
 
 
+@requires(beta=AT_LEAST_0)
+def divergence_penalized_advantages(
+    rewards: Float[Array, " batch"],
+    group_ids: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    scored_reference_kl: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    trajectories: Int[Array, " batch"] | None = None,
+    *,
+    beta: Scalar = 0.1,
+) -> Float[Array, " batch"]:
+    """Reward minus the group's mean in units of its largest deviation, less the KL to the reference, centered as well.
+
+    A_i = (r_i − r̄) / max_j |r_j − r̄| − β (D_i − D̄),  D_i the mean over tokens of KL(π ‖ π_ref);  0 in groups of equal
+    rewards.
+
+    Args:
+        rewards: reward of each row, in any unit; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the means.
+        scored_reference_kl: KL(π ‖ π_ref) over the vocabulary at each token, in nats.
+        completion_mask: mask of the tokens that count.
+        trajectories: id of each row's completion; None if each row is a completion.
+        beta: weight β, per nat, 0 or more.
+    Raises:
+        ValueError: a negative β.
+    Reference: arXiv 2610.12161 (ZCPO).
+
+    Examples:
+        >>> rewards, group_ids, kept = jnp.array([3.0, 1.0]), jnp.array([7, 7]), jnp.array([True, True])
+        >>> kl, mask = jnp.array([[0.4, 0.6], [0.1, 9.0]]), jnp.array([[True, True], [True, False]])
+        >>> print(divergence_penalized_advantages(rewards, group_ids, kept, kl, mask, beta=1.0).round(3))
+        [ 0.8 -0.8]
+    """
+    index = group_index(group_ids)
+    centered = deviations(rewards, index, kept)
+    largest = -group_minima(-jnp.abs(centered), index)
+    drift = deviations(sequence_mean(scored_reference_kl, completion_mask, trajectories)[:, 0], index, kept)
+    return jnp.where(largest > 0, centered / jnp.where(largest > 0, largest, 1.0) - beta * drift, 0.0)
+
+
 @requires(beta=ABOVE_0)
 def log_mean_exp_advantages(
     rewards: Float[Array, " batch"],
@@ -371,6 +413,7 @@ def turn_return_advantages(
     *,
     discount: Scalar = 1.0,
     baseline: Literal["none", "group"] = "group",
+    returns: Literal["sum", "mean"] = "sum",
 ) -> Float[Array, "batch time"]:
     """Discounted rewards from each turn onward, minus the group's mean for that turn.
 
@@ -387,8 +430,10 @@ def turn_return_advantages(
         trajectories: id of each row's trajectory; None if each row is a trajectory.
         discount: discount factor γ per turn, above 0, at most 1.
         baseline: baseline to subtract from each return.
+        returns: sum, or mean for the discounted mean of the same rewards, so that early turns are not larger.
     Raises:
         ValueError: γ is out of range.
+    Reference: returns: arXiv 2606.20002 (CoD).
 
     Examples:
         >>> turn_rewards = jnp.array([[1.0, 0.0], [0.0, 1.0]])
@@ -399,6 +444,9 @@ def turn_return_advantages(
          [-0.25  0.    0.5 ]]
     """
     advantages = turn_returns(turn_rewards, discount=discount)
+    if returns == "mean":
+        ones = jnp.where(jnp.isfinite(turn_rewards), 1.0, jnp.nan)
+        advantages /= jnp.maximum(turn_returns(ones, discount=discount), 1.0)
     if baseline == "group":
         index = group_index(group_ids)
         advantages = jax.vmap(lambda returns: deviations(returns, index, kept), in_axes=1, out_axes=1)(advantages)

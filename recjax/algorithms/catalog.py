@@ -94,6 +94,8 @@ PAPER = {
         REC,
         "(2τ/K)(a − ā), a = r − τ log π/μ of the completion",
         {"objective": "pairwise_consistency"},
+        "up to a factor, this is GVPO (2504.19599) with μ as its old policy. With the reference policy instead of μ it"
+        " is VarGrad as in TBA, the preset `tba`",
     ),
 }
 
@@ -149,6 +151,37 @@ FIELD = {
         "A·G/G₊",
         {"advantage": "signal_scaled"},
         "groups with different rewards are counted; verl counts rewards that are not zero",
+    ),
+    "zcpo": Preset(
+        "ZCPO",
+        "2610.12161",
+        "A = (r − r̄)/max|r − r̄| − β(D − D̄), D the mean over tokens of KL(π ‖ π_ref)",
+        {"advantage": "divergence_penalized"},
+        "0 in groups of equal rewards. D is the exact KL over the vocabulary, to the initial policy or model.reference,"
+        " and costs a pass of both policies over the batch. β = 0.1 is this package's; only the advantage was read, so"
+        " clip and weight are those of REINFORCE",
+    ),
+    "cod": Preset(
+        "CoD",
+        "2606.20002",
+        "A·exp(A/T)·one-side(ρ), A = mean reward from the token's turn on − the group's mean; T so that Σ_t A·exp(A/T)"
+        " = 0, at least 0.8",
+        {
+            "advantage": {"name": "turn_returns", "returns": "mean"},
+            "clip": "one_side",
+            "weight": {"name": "bisected_exp_advantage", "ceiling": 1e6},
+        },
+        "for agents whose turns have rewards. As in the authors' code, Σ_t is over the batch's tokens, and weights are"
+        " 1 where Σ_t A ≥ 0. Shorter trajectories enter the group's mean with their last turn; the code leaves them"
+        " out of later turns. Its T stops within 0.05 of the root, and at 100",
+    ),
+    "offline_grpo": Preset(
+        "Offline-GRPO",
+        "https://github.com/krafton-ai/Offline-GRPO",
+        "πA, A = r − r̄, and 0.1 in groups whose completions are all right",
+        {"advantage": {"name": "group_mean", "solved": 0.1}, "weight": "probability"},
+        "for another model's completions without log-probs, whose probability counts as 1. Right is a reward above 0.5."
+        " NeMo-RL's example also has reference_kl={coefficient: 0.1}",
     ),
     "maxrl": Preset("MaxRL", "2602.02710", "A = (r − r̄)/r̄", {"advantage": "mean_relative"}),
     "gdpo": Preset(
@@ -225,6 +258,22 @@ FIELD = {
         "as of #3586 (18 September 2026). prime-rl adds score centering by an option of the loss, here"
         " score_centering.coefficient",
     ),
+    "bpo": Preset(
+        "BPO",
+        "2609.15987",
+        "min((1 + ε − μ)/(1 + ε − π), c)·A·one-side(ρ), A over σ; ε = 0.2",
+        {**CLIPPED, "weight": "complement"},
+        "from a summary, without the paper: c = 5, ε and the clip of GRPO are this package's choices of what it leaves"
+        " open",
+    ),
+    "estr": Preset(
+        "ESTR",
+        "2607.22186",
+        "ρA where (log ρ)²/(H + ε) ≤ τ, A over σ",
+        {"advantage": "group_normalized", "weight": "importance", "mask": "entropy_scaled"},
+        "from a summary, without the paper: τ = 0.1 and ε = 0.001 are this package's. The scoring pass computes H, the"
+        " entropy of π",
+    ),
     "kimi_k15": Preset(
         "Kimi K1.5, K2",
         "2501.12599",
@@ -284,10 +333,22 @@ FIELD = {
     "m2po": Preset(
         "M2PO",
         "2510.01161",
-        "ρA, 0 where A > 0 and log ρ > b, or A < 0 and log ρ < −b; b keeps the mean of min((log ρ)², b²) below 0.04",
+        "ρA, 0 at those tokens with A·log ρ > 0 whose (log ρ)² is largest, until the others have a mean of at most"
+        " 0.04",
         {"advantage": "group_normalized", "weight": "importance", "mask": "one_side_second_moment"},
-        "as in the authors' code, but with b of the whole batch instead of a micro-batch; AReaL's form masks the"
-        " largest (log ρ)² for any A: mask={name: second_moment}",
+        "Algorithm 1 of the final paper (ICLR 2026), over the whole batch; dropped tokens stay in the loss's mean. The"
+        " authors' code of October 2025 counts dropped tokens at the bound, and so drops more: mask={dropped:"
+        " bounded}; its moment is that of a micro-batch. AReaL's form masks the largest (log ρ)² for any A: mask={name:"
+        " second_moment}",
+    ),
+    "clip_b": Preset(
+        "Clip-B",
+        "2602.03392",
+        "ρA·one-side(ρ), 0 where A < 0 and p(H + log p) is 2.5 deviations or more below the batch's mean",
+        {**CLIPPED, "mask": "entropy_change"},
+        "H and p are those of the policy before the update. The mean is over all tokens, in the authors' code over"
+        " those that are left, and their σ has K − 1: advantage={ddof: 1}. Clip-V of the same paper compares p(H + log"
+        " p) with its mean over the vocabulary, which no scoring pass keeps",
     ),
     "bapo": Preset(
         "BAPO",
@@ -322,6 +383,13 @@ FIELD = {
         "as `gspo`, with A_t",
         GSPO,
         "the same function, because any advantage may be per token",
+    ),
+    "rec_gspo_nois": Preset(
+        "REC-GSPO-NoIS",
+        REC,
+        "A·one-side(s; 3e-4, 4e-4), s as in `gspo`; mean over completions",
+        {axis: change for axis, change in GSPO.items() if axis not in ("advantage", "weight")},
+        "Trinity's clip mode `gspo-one-side` without weights, which the paper does not name",
     ),
     "luspo": Preset(
         "LUSPO",
@@ -361,6 +429,21 @@ FIELD = {
         {"advantage": "group_normalized", "ratio": "sequence_product", "weight": "peaked"},
         "mean over tokens, as in the authors' scripts; their code bounds each token's log ρ to ±20 before the sum as"
         " well, and multiplies a correction for the engine into s",
+    ),
+    "respo": Preset(
+        "ReSPO",
+        "2609.35433",
+        "½(1+s)exp(1−s)A where A ≥ 0, √s·exp(2(1−√s))A where A < 0, s = exp(Σ log ρ)",
+        {"advantage": "group_normalized", "ratio": "sequence_product", "weight": "blended"},
+        "mean over tokens, as in the authors' scripts, which update 8 to 32 times on a batch:"
+        " training.updates_per_batch, training.minibatches",
+    ),
+    "tba": Preset(
+        "TBA, VarGrad",
+        "2503.18929",
+        "(2τ/K)(a − ā), a = r − τ log π/π_ref of the completion",
+        {"objective": {"name": "pairwise_consistency", "anchor": "reference"}},
+        "π_ref is the initial policy or model.reference; μ plays no role. τ = 1 is this package's",
     ),
     # --- Weights.
     "cispo": Preset(
@@ -425,9 +508,30 @@ FIELD = {
         "2609.20807",
         "A·(∇log π of the token − its mean under μ)",
         {"score_centering": {"coefficient": 1.0}},
-        "added to any other preset whose weights and clips read single tokens, with score_centering.coefficient; with a"
-        " capped ratio: weight={name: truncated, cap: 2.0}. It reads the sampler's most likely tokens:"
-        " rollout.recorded_top_k=128, as in the paper",
+        "added to any other preset whose weights and clips read single tokens, with score_centering.coefficient; with"
+        " a capped ratio: weight={name: truncated, cap: 2.0}. It reads the sampler's most likely tokens:"
+        " rollout.recorded_top_k=128, as in the paper. The authors' code (MJ10/score-centering,"
+        " martin-marek/score-centering) has the same terms: μ f(π/μ) for the recorded tokens, α f(1/α) π for all"
+        " others, also at clipped tokens; its best setting for old samples is a capped ratio or a mask. Next to a"
+        " one-sided clip it is a composition of this package",
+    ),
+    "klpo": Preset(
+        "KLPO, token regression",
+        "2610.08963",
+        "(r − β log ρ)·(∇log π of the token − its mean under μ); sum over a completion's tokens",
+        {
+            "advantage": "raw_reward",
+            "log_ratio_penalty": {"coefficient": 0.1},
+            "score_centering": {"coefficient": 1.0},
+            "reduction": "sequence_mean_token_sum",
+        },
+        "made for rollout.group_size=1. The mean is over the sampler's K most likely tokens and all others as one:"
+        " rollout.recorded_top_k=16; with the whole vocabulary it is exact. The paper's default draws M tokens from μ"
+        " instead, which the record does not have; their mean is this sum. Without a record, from the KL of this token"
+        " or another: score_centering={coefficient: 0.0}, weight={name: complement, epsilon: 0.0, cap: 1e4}. Sequence"
+        " regression with that KL: log_ratio_penalty={level: completion}, score_centering={coefficient: 0.0},"
+        " weight={name: complement, epsilon: 0.0, cap: 1e4}. The library's β is 1e-3: log_ratio_penalty={coefficient:"
+        " 1e-3}",
     ),
     # --- Anchors.
     "tis": Preset(
@@ -457,7 +561,10 @@ FIELD = {
         "2306.13649",
         "log π_teacher − log π",
         {"advantage": "none", "distillation": {"coefficient": 1.0}},
-        "added to the reward's advantage with any other preset and distillation.coefficient",
+        "added to the reward's advantage with any other preset and distillation.coefficient. Off-policy, prime-rl has a"
+        " ratio and a trust region of 0.2: clip={name: probability_difference}, weight={name: importance}. IW-OPD"
+        " (2606.22600) weighs a token by its row's drift before the token, 1.5 at the first and 1 at the last:"
+        " distillation={prefix_weight: 0.5}; TRL measures that drift from μ, here from π",
     ),
     "logit_distillation": Preset(
         "GKD, distillation from logits",
@@ -483,9 +590,11 @@ FIELD = {
                 "weight": "truncated",
             },
         },
-        "set task.teacher_template with {better} or {feedback}; with {answer} it is OPSD (2601.18734). The paper"
-        " averages the teacher's weights: model.teacher_rate=0.05. Here the mean also counts tokens of completions"
-        " without a teacher, and {better} is another completion only if its reward is higher",
+        "the 100 tokens are the policy's most likely, as in TRL and the authors' code; the teacher's:"
+        " teacher_divergence={support: teacher}. Set task.teacher_template with {better} or {feedback}; with {answer}"
+        " it is OPSD (2601.18734). The paper averages the teacher's weights: model.teacher_rate=0.05. Here the mean"
+        " also counts tokens of completions without a teacher, and {better} is another completion only if its reward"
+        " is higher",
     ),
     # --- Observations.
     "echo": Preset(
@@ -530,7 +639,18 @@ SOURCES = {
     "flash_reinforce": "the pull request",
     "trm": "a summary of verl `seq_max_k3`",
     "mis": "SkyRL `off_policy_correction.mdx`",
-    "m2po": "a summary of the authors' code; AReaL `_get_m2po_loss_mask`",
+    "m2po": "Algorithm 1 (openreview IIgl5MWelz), as Trinity `m2po_policy_loss.py` has it; October 2025: a summary of"
+    " the authors' code; AReaL `_get_m2po_loss_mask`",
+    "clip_b": "Trinity `examples/entropy`, by the authors",
+    "zcpo": "a summary",
+    "cod": "Trinity `cod_advantage.py`, by the authors",
+    "offline_grpo": "NeMo-RL `docs/guides/offline-grpo.md`",
+    "bpo": "a summary",
+    "estr": "a summary",
+    "rec_gspo_nois": "Trinity `rec_policy_loss.py`, clip_mode `gspo-one-side`",
+    "respo": "yhangchen/ReSPO-code `core_algos.py`, by the authors",
+    "tba": "a summary",
+    "klpo": "yifanzhang-pro/KLPO `docs/algorithms.md`, `klpo/loss.py`, by the authors",
     "bapo": "a summary; the authors' code, WooooDyy/BAPO `policy_loss.py`, differs",
     "clip_cov": "verl `compute_policy_loss_clip_cov`, with another choice of tokens",
     "high_entropy": "TRL `get_high_entropy_mask`",
@@ -546,11 +666,13 @@ SOURCES = {
     "luffy": "a summary of the authors' code",
     "chord": "a summary of Trinity `mix_chord`",
     "p3o": "FeynRL-project/FeynRL `algs/P3O/p3o.py`, by the authors",
-    "score_centering": "a summary of the paper and of prime-rl's `IPOLossConfig.score_centering`",
+    "score_centering": "a summary of the paper, of the authors' MJ10/score-centering, and of prime-rl's"
+    " `IPOLossConfig.score_centering`",
     "tis": "TRL, vllm_importance_sampling_mode `token_truncate`",
     "decoupled_ppo": "AReaL `ppo_actor_loss_fn`",
     "a3po": "AReaL `trainer/ppo/actor.py`",
-    "on_policy_distillation": "prime-rl `trainer/rl/loss.py`, `ref_kl_loss_fn`, without its ratio",
+    "on_policy_distillation": "prime-rl `trainer/rl/loss.py`, `ref_kl_loss_fn`, without its ratio; trust region: a"
+    " summary of it; IW-OPD: TRL `experimental/iw_opd`",
     "logit_distillation": "§3; TRL `gkd_trainer.py`",
     "sdpo": "TRL `experimental/sdpo`, with the options of the authors' lasgroup/SDPO",
     "echo": "rLLM #668; prime-rl `algo/echo.py`",

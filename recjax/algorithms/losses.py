@@ -48,6 +48,7 @@ class Scored(NamedTuple):
     logprobs: Float[Array, "batch time"]
     entropy: Float[Array, "batch time"]
     behavior_logprobs: Float[Array, "batch time"] | None
+    reference_kl: Float[Array, "batch time"] | None = None
 
 
 class RowTerms(NamedTuple):
@@ -278,6 +279,8 @@ def _scored_tokens(
         scored_logprobs=jnp.where(mask, scored.logprobs, 0.0),
         scored_entropy=jnp.where(mask, scored.entropy, 0.0),
     )
+    if scored.reference_kl is not None:
+        tokens = tokens._replace(scored_reference_kl=jnp.where(mask, scored.reference_kl, 0.0))
     if scored.behavior_logprobs is None:
         return tokens, None
     log_ratio = log_difference(scored.logprobs, scored.behavior_logprobs, mask)
@@ -502,8 +505,8 @@ def loss(
         -1.0 4.0 -0.25
     """
     if algorithm.objective is not None:
-        tokens = _masked_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
-        return _compared_completions(algorithm.objective, tokens, rows)
+        tokens = _masked_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores=scores)
+        return _compared_completions(algorithm, tokens, rows)
     per_token = token_loss(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores=scores)
     mask = _counted_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask)
     total, count = algorithm.reduction(Tokens(mask, per_token=per_token), _row_values(rows))
@@ -514,13 +517,18 @@ def loss(
     return total, count
 
 
-def _compared_completions(objective: Axis, tokens: Tokens, rows: RowTerms) -> SumAndCount:
+def _compared_completions(algorithm: Algorithm, tokens: Tokens, rows: RowTerms) -> SumAndCount:
     """The loss of an objective that compares the completions of each group."""
     mask = tokens.completion_mask
-    assert mask is not None and tokens.logprobs is not None and tokens.behavior_logprobs is not None
-    return objective.apply(
+    anchor_logprobs = tokens.behavior_logprobs
+    if algorithm.is_anchored_at_reference:
+        anchor_logprobs = tokens.reference_logprobs
+    if anchor_logprobs is None:
+        raise UserError("reference_logprobs", "this objective reads them", "pass them, or set another anchor", None)
+    assert algorithm.objective is not None and mask is not None and tokens.logprobs is not None
+    return algorithm.objective.apply(
         sequence_logprobs=sequence_sum(tokens.logprobs, mask, rows.trajectories)[:, 0],
-        anchor_logprobs=sequence_sum(tokens.behavior_logprobs, mask, rows.trajectories)[:, 0],
+        anchor_logprobs=sequence_sum(anchor_logprobs, mask, rows.trajectories)[:, 0],
         rewards=rows.rewards,
         weights=rows.weights,
         group_ids=rows.group_ids,
@@ -666,6 +674,14 @@ def _gradient_terms(
     if algorithm.distillation is not None:
         advantages += algorithm.distillation.apply(
             logprobs=logprobs, teacher_logprobs=tokens.teacher_logprobs, completion_mask=mask
+        )
+        tokens = tokens._replace(advantages=advantages)
+    if algorithm.log_ratio_penalty is not None:
+        advantages -= algorithm.log_ratio_penalty.apply(
+            logprobs=logprobs,
+            behavior_logprobs=behavior_logprobs,
+            completion_mask=mask,
+            trajectories=rows.trajectories,
         )
         tokens = tokens._replace(advantages=advantages)
 

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from recjax.algorithms.clipping import binary_kl
-from recjax.algorithms.options import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, Bounds, Scalar, requires
+from recjax.algorithms.options import (
+    ABOVE_0,
+    ABOVE_0_TO_1,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FROM_0_TO_1,
+    Bounds,
+    Scalar,
+    requires,
+)
 from recjax.algorithms.ratios import per_token, sequence_max, sequence_mean, sequence_sum
 from recjax.algorithms.regularizers import kl_estimate
 
@@ -180,25 +189,31 @@ def one_side_second_moment_mask(
     completion_mask: Bool[Array, "batch time"],
     *,
     tau: Scalar = 0.04,
+    dropped: Literal["ignored", "bounded"] = "ignored",
 ) -> Bool[Array, "batch time"]:
     """False for the tokens that moved furthest in the advantage's direction, if their mean (log ρ)² is above τ.
 
-    Candidates have A > 0 and ρ > 1, or A < 0 and ρ < 1; all other tokens are kept. The bound b is the largest |log ρ|
-    among candidates with mean min((log ρ)², b²) below τ. Candidates beyond b are dropped; without such a b, all are.
+    Candidates have A > 0 and ρ > 1, or A < 0 and ρ < 1; all other tokens are kept. Candidates with |log ρ| up to b are
+    kept, for the largest b with a mean of at most τ; without such a b, all candidates are dropped.
 
     Args:
         scored_log_ratio: log ρ of each token of the whole batch.
         advantages: advantage of each completion or token; only the sign is read.
         completion_mask: mask of the tokens that count.
         tau: largest mean τ, in nats², 0 or more.
+        dropped: value of dropped candidates in the mean: ignored for the mean of (log ρ)² over kept candidates, bounded
+            for the mean of min((log ρ)², b²) over all candidates, which is below τ.
     Raises:
         ValueError: a negative τ.
-    Reference: arXiv 2510.01161 (M2PO), as in the authors' released code, which computes the moment over a micro-batch.
+    Reference: https://openreview.net/forum?id=IIgl5MWelz (M2PO, Algorithm 1); bounded: the authors' code of arXiv
+        2510.01161, which computes the moment over a micro-batch.
 
     Examples:
-        >>> log_ratio, mask = jnp.array([[-0.7, 0.1, 0.15, 1.0]]), jnp.array([[True, True, True, True]])
+        >>> log_ratio, mask = jnp.array([[-0.7, 0.1, 0.2, 1.0]]), jnp.array([[True, True, True, True]])
         >>> print(one_side_second_moment_mask(log_ratio, jnp.array([1.0]), mask))
         [[ True  True  True False]]
+        >>> print(one_side_second_moment_mask(log_ratio, jnp.array([1.0]), mask, dropped="bounded"))
+        [[ True  True False False]]
     """
     pushed = completion_mask & (per_token(advantages) * scored_log_ratio > 0)
     squares = jnp.where(pushed, jnp.square(scored_log_ratio), jnp.inf).reshape(-1)
@@ -206,9 +221,77 @@ def one_side_second_moment_mask(
     count = jnp.sum(pushed)
     sums = jnp.cumsum(jnp.where(jnp.isfinite(rising), rising, 0.0))
     not_above = jnp.searchsorted(rising, squares, side="right")
-    capped = sums[not_above - 1] + squares * (count - not_above)
-    within = (capped < tau * count) | (sums[-1] <= tau * count)
+    within = sums[not_above - 1] <= tau * not_above
+    if dropped == "bounded":
+        capped = sums[not_above - 1] + squares * (count - not_above)
+        within = (capped < tau * count) | (sums[-1] <= tau * count)
     return (within.reshape(pushed.shape) | ~pushed) & completion_mask
+
+
+@requires(tau=AT_LEAST_0, epsilon=ABOVE_0)
+def entropy_scaled_mask(
+    scored_log_ratio: Float[Array, "batch time"],
+    scored_entropy: Float[Array, "batch time"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    tau: Scalar = 0.1,
+    epsilon: Scalar = 1e-3,
+) -> Bool[Array, "batch time"]:
+    """True where the token has moved little for its entropy, for either sign of the advantage: (log ρ)² / (H + ε) ≤ τ.
+
+    Args:
+        scored_log_ratio: log ρ of each token of the whole batch.
+        scored_entropy: entropy H at each token, in nats.
+        completion_mask: mask of the tokens that count.
+        tau: largest quotient τ, in nats, 0 or more.
+        epsilon: constant ε, in nats, above 0.
+    Raises:
+        ValueError: a negative τ, or ε not above 0.
+    Reference: arXiv 2607.22186 (ESTR).
+
+    Examples:
+        >>> log_ratio, entropy = jnp.array([[0.2, 0.2, -0.5]]), jnp.array([[2.0, 0.1, 1.0]])
+        >>> print(entropy_scaled_mask(log_ratio, entropy, jnp.array([[True, True, True]])))
+        [[ True False False]]
+    """
+    return completion_mask & (jnp.square(scored_log_ratio) <= tau * (scored_entropy + epsilon))
+
+
+@requires(deviations=AT_LEAST_0)
+def entropy_change_mask(
+    scored_logprobs: Float[Array, "batch time"],
+    scored_entropy: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    completion_mask: Bool[Array, "batch time"],
+    *,
+    deviations: Scalar = 2.5,
+) -> Bool[Array, "batch time"]:
+    """False for tokens with A < 0 that would lower the entropy most: unlikely tokens that are pushed down.
+
+    S = p (H + log p) is the first-order change of the entropy H where a token of probability p is pushed down. Tokens
+    with S below the batch's mean of S by more than m standard deviations are dropped.
+
+    Args:
+        scored_logprobs: log π of each token of the whole batch.
+        scored_entropy: entropy H at each token, in nats.
+        advantages: advantage of each completion or token; only the sign is read.
+        completion_mask: mask of the tokens that count.
+        deviations: number m of standard deviations, 0 or more.
+    Raises:
+        ValueError: a negative m.
+    Reference: arXiv 2602.03392 (Clip-B), as in the authors' Trinity-RFT.
+
+    Examples:
+        >>> logprobs, entropy = jnp.log(jnp.array([[0.5, 0.1, 0.5]])), jnp.array([[1.0, 1.0, 1.0]])
+        >>> mask = jnp.array([[True, True, True]])
+        >>> print(entropy_change_mask(logprobs, entropy, jnp.array([-1.0]), mask, deviations=1.0))
+        [[ True False  True]]
+    """
+    change = jnp.where(completion_mask, jnp.exp(scored_logprobs) * (scored_entropy + scored_logprobs), 0.0)
+    count = jnp.maximum(jnp.sum(completion_mask), 1)
+    centered = jnp.where(completion_mask, change - jnp.sum(change) / count, 0.0)
+    deviation = jnp.sqrt(jnp.sum(jnp.square(centered)) / count)
+    return (centered >= -deviations * deviation) | (per_token(advantages) >= 0)
 
 
 @requires(share=ABOVE_0_TO_1)

@@ -89,7 +89,8 @@ def _changed(preset: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Ch
         before = changes.get(axis, REINFORCE[axis])
         if not block:
             continue
-        if "name" in block and block["name"] != before.get("name"):
+        is_off = axis in ADDED_TERMS and block.get("coefficient") == 0
+        if is_off or ("name" in block and block["name"] != before.get("name")):
             changes[axis] = dict(block)
         else:
             changes[axis] = {**before, **block}

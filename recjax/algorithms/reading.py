@@ -47,9 +47,13 @@ WHOLE_BATCH = {
     "scored_logprobs": "log π of each token before the update, [batch, time]; needs the scoring pass",
     "scored_log_ratio": "log π − log μ of each token before the update, [batch, time]; needs the scoring pass",
     "scored_entropy": "entropy of π at each token before the update, in nats, [batch, time]; needs the scoring pass",
+    "scored_reference_kl": "KL(π ‖ π_ref) over the vocabulary at each token before the update, in nats, [batch, time];"
+    " needs the scoring pass and the reference of `reference_logprobs`",
 }
 # Computed before each update of a batch.
-RESCORED = frozenset({"scored_logprobs", "scored_log_ratio", "scored_entropy", "effective_share"})
+RESCORED = frozenset(
+    {"scored_logprobs", "scored_log_ratio", "scored_entropy", "scored_reference_kl", "effective_share"}
+)
 SCORED = RESCORED | {"proximal_logprobs"}
 
 

@@ -5,6 +5,8 @@ matter. Masked values are never read, and a row without valid tokens adds to nei
 trajectory form one completion and must be in the same call.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -128,6 +130,7 @@ def pairwise_consistency_loss(
     kept: Bool[Array, " batch"],
     *,
     tau: Scalar = 1.0,
+    anchor: Literal["behavior", "reference"] = "behavior",
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum over groups of the weighted pairwise consistency loss, and the number of groups.
 
@@ -143,11 +146,13 @@ def pairwise_consistency_loss(
         group_ids: id of each row's group, any integers; all kept rows of a group must be in the same call.
         kept: mask of the rows that count; values of other rows are ignored.
         tau: temperature τ, in units of reward, above 0.
+        anchor: policy π_t, the behavior policy or the reference policy. The loss passes its log-probs.
     Returns:
         Sum over groups, and number of groups with at least one kept row.
     Raises:
         ValueError: τ is not above 0.
-    Reference: arXiv 2509.24203 §1 (pairwise consistency).
+    Reference: arXiv 2509.24203 §1 (pairwise consistency); up to a factor arXiv 2504.19599 (GVPO) and, with the
+        reference policy as anchor, arXiv 2503.18929 (TBA, whose loss is VarGrad's).
 
     Examples:
         >>> logprobs, anchor, weights = jnp.array([-1.0, -2.0]), jnp.array([-1.0, -2.0]), jnp.array([1.0, 1.0])
@@ -156,14 +161,15 @@ def pairwise_consistency_loss(
         >>> print(total, groups)
         0.25 1.0
     """
+    del anchor
     policy = jnp.where(kept, sequence_logprobs, 0.0)
-    anchor = jax.lax.stop_gradient(jnp.where(kept, anchor_logprobs, 0.0))
+    anchored = jax.lax.stop_gradient(jnp.where(kept, anchor_logprobs, 0.0))
     rewards = jax.lax.stop_gradient(jnp.where(kept, rewards, 0.0))
     weights = jax.lax.stop_gradient(jnp.where(kept, weights, 0.0))
     index = group_index(group_ids)
     # Measured from the group's lowest reward, so that equal rewards have exactly equal agreements at π = π_t.
     above = jnp.where(kept, rewards - group_minima(jnp.where(kept, rewards, jnp.inf), index), 0.0)
-    agreement = above - tau * (policy - anchor)
+    agreement = above - tau * (policy - anchored)
     weight_sums = group_sums(weights, index)
     means = group_sums(weights * agreement, index) / jnp.where(weight_sums > 0, weight_sums, 1.0)
     sizes = jnp.maximum(group_sizes(index, kept), 1.0)

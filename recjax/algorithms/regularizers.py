@@ -459,3 +459,16 @@ def teacher_divergence(
     if kind == "forward_kl":
         return coefficient * kl(p, q)
     return coefficient * kl(q, p)
+
+
+def reverse_kl(
+    scores: Float[Array, "*tokens vocab"], reference_scores: Float[Array, "*tokens vocab"]
+) -> Float[Array, "*tokens"]:
+    """KL(π ‖ π_ref) of next-token distributions over the vocabulary, from logits over the temperature.
+
+    Examples:
+        >>> policy, reference = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
+        >>> round(float(reverse_kl(policy, reference)[0]), 4)
+        0.1438
+    """
+    return teacher_divergence(scores, reference_scores, coefficient=1.0)

@@ -228,6 +228,82 @@ def peaked_weights(
     return jnp.exp(power * jnp.log(ratio) + decay * (1 - ratio))
 
 
+@requires(beta=FROM_0_TO_1, decay=AT_LEAST_0)
+def blended_weights(
+    ratio: Float[Array, "batch time"],
+    advantages: Float[Array, "batch *rest"],
+    *,
+    beta: Scalar = 0.5,
+    decay: Scalar = 2.0,
+) -> Float[Array, "batch time"]:
+    """m exp(λ(1−m)), m a mean of 1 and ρ: arithmetic where A ≥ 0, 1 − β + βρ, and geometric where A < 0, ρ^β.
+
+    A good sample keeps some weight however unlikely it has become; the weight of a bad one falls to 0 with ρ.
+
+    Args:
+        ratio: ratio ρ; in the paper, the ratio of a whole completion.
+        advantages: advantage of each completion or token; only the sign is read.
+        beta: share β of ρ in the mean, from 0 to 1.
+        decay: decay λ, 0 or more.
+    Raises:
+        ValueError: β out of range, or a negative λ.
+    Reference: arXiv 2609.35433 (ReSPO), as in the authors' code.
+
+    Examples:
+        >>> ratio = jnp.array([[0.0, 1.0, 3.0]])
+        >>> [round(x, 3) for x in blended_weights(ratio, jnp.array([1.0]))[0].tolist()]
+        [1.359, 1.0, 0.271]
+        >>> [round(x, 3) for x in blended_weights(ratio, jnp.array([-1.0]))[0].tolist()]
+        [0.0, 1.0, 0.401]
+    """
+    mean = jnp.where(per_token(advantages) >= 0, 1 - beta + beta * ratio, ratio**beta)
+    return mean * jnp.exp(decay * (1 - mean))
+
+
+@requires(epsilon=AT_LEAST_0, cap=ABOVE_0)
+def complement_weights(
+    logprobs: Float[Array, "batch time"],
+    behavior_logprobs: Float[Array, "batch time"],
+    *,
+    epsilon: Scalar = 0.2,
+    cap: Scalar = 5.0,
+) -> Float[Array, "batch time"]:
+    """The ratio of the probabilities of all other tokens, turned over: min((1 + ε − μ) / (1 + ε − π), c).
+
+    At ε = 0, this is the factor by which ∇log π of the token changes if the mean of the scores of "this token" and "any
+    other" under μ is subtracted.
+
+    Args:
+        logprobs: log π of each token.
+        behavior_logprobs: log μ of each token.
+        epsilon: constant ε, 0 or more.
+        cap: largest weight c, above 0.
+    Raises:
+        ValueError: a negative ε, or a cap not above 0.
+    Reference: arXiv 2609.15987 (BPO); at ε = 0, arXiv 2610.08963 (KLPO with a binary KL).
+
+    Examples:
+        >>> now, before = jnp.log(jnp.array([[0.5, 0.2]])), jnp.log(jnp.array([[0.25, 0.6]]))
+        >>> [round(x, 3) for x in complement_weights(now, before, epsilon=0.0)[0].tolist()]
+        [1.5, 0.5]
+    """
+    # A token of probability 1 leaves 0 for all other tokens.
+    others = jnp.maximum(epsilon - jnp.expm1(logprobs), jnp.finfo(logprobs.dtype).tiny)
+    return jnp.minimum((epsilon - jnp.expm1(behavior_logprobs)) / others, cap)
+
+
+def probability_weights(logprobs: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
+    """The token's probability π: the ratio to a behavior policy of probability 1, for samples without log-probs.
+
+    Reference: https://github.com/krafton-ai/Offline-GRPO.
+
+    Examples:
+        >>> print(probability_weights(jnp.log(jnp.array([[0.5, 0.25]]))))
+        [[0.5  0.25]]
+    """
+    return jnp.exp(logprobs)
+
+
 @requires(gamma=ABOVE_0)
 def expert_shaped_weights(
     ratio: Float[Array, "batch time"],

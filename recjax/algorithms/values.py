@@ -40,6 +40,7 @@ class Tokens(NamedTuple):
     scored_logprobs: Float[Array, "batch time"] | None = None
     scored_log_ratio: Float[Array, "batch time"] | None = None
     scored_entropy: Float[Array, "batch time"] | None = None
+    scored_reference_kl: Float[Array, "batch time"] | None = None
 
 
 class Rows(NamedTuple):

@@ -66,7 +66,8 @@ def bisected_temperature(
         ceiling: highest τ, at least the floor.
     Raises:
         ValueError: floor not above 0, or ceiling below it.
-    Reference: arXiv 2509.24203 §2 (RED-Weight) for the weights; for the bisection no source was found.
+    Reference: arXiv 2509.24203 §2 (RED-Weight) for the weights; for the bisection arXiv 2606.20002 (CoD), by the same
+        authors, whose sum is over tokens, and whose weights are 1 if Σ A ≥ 0.
 
     Examples:
         >>> advantages, kept = jnp.array([1.0, -0.5, -0.8]), jnp.array([True, True, True])

@@ -78,6 +78,7 @@ class AlgorithmConfig(ConfigBlock):
     unbiased_reference_kl: dict[str, Any] = key(dict, "The same KL, with importance weights")
     entropy: dict[str, Any] = key(dict, "Entropy bonus")
     distillation: dict[str, Any] = key(dict, "Advantages from a teacher's log-probs")
+    log_ratio_penalty: dict[str, Any] = key(dict, "Penalty on the log-ratio to the behavior policy, in the advantages")
     teacher_divergence: dict[str, Any] = key(dict, "Divergence from a teacher's next-token distributions")
     score_centering: dict[str, Any] = key(
         dict, "Removal of the gradient's mean under the sampler; see rollout.recorded_top_k"
@@ -138,7 +139,7 @@ class AlgorithmConfig(ConfigBlock):
             if algorithm.needs_teacher:
                 return "difference"
             return "any"
-        if algorithm.baseline == "group":
+        if algorithm.baseline == "group" and not algorithm.advantage.option("solved"):
             return "difference"
         return "reward"
 

@@ -227,15 +227,21 @@ def over_micro_batches(
 
 
 def batch_logprobs(
-    layout: Layout, decoder: Decoder, params: dict, batch: Batch, sampling: Sampling, chunk: int
+    layout: Layout,
+    decoder: Decoder,
+    params: dict,
+    batch: Batch,
+    sampling: Sampling,
+    chunk: int,
+    compared: Compared | None = None,
 ) -> TokenScores:
     """Scores the whole batch without gradients, with the memory of one micro-batch; see `score_micro_batch`."""
     scorer = Scorer(decoder, sampling, chunk)
 
     def run_micro_batch(part: Batch, _: None, index: Int[Array, ""]) -> tuple[tuple[()], TokenScores]:
-        return (), score_micro_batch(layout, scorer, params, part, index)
+        return (), score_micro_batch(layout, scorer, params, part, index, compared=compared)
 
-    _, scores = over_micro_batches(layout, batch, None, (), run_micro_batch)
+    _, scores = over_micro_batches(layout, batch, None, (), run_micro_batch, compares=compared is not None)
     return scores
 
 

@@ -350,7 +350,9 @@ def update_items(
     if vocabulary % tensor == 0:
         vocabulary //= tensor
     copies = 4
-    if config.algorithm.build().teacher_divergence is not None:  # A teacher's scores need the same memory again.
+    algorithm = config.algorithm.build()
+    # The scores of a teacher, or of the reference in the scoring pass, need the same memory again.
+    if algorithm.teacher_divergence is not None or algorithm.reads("scored_reference_kl"):
         copies = 8
     items = [
         Item("update", "gradients: their sum, a micro-batch's", "2 × 4 B × trained", 2 * gradients),

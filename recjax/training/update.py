@@ -14,6 +14,7 @@ from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.losses import Algorithm, RowTerms, TokenTerms
 from recjax.algorithms.presets import free_options
 from recjax.algorithms.reduce import SumAndCount
+from recjax.algorithms.regularizers import reverse_kl
 from recjax.algorithms.terms import term_metrics
 from recjax.config import Config, OptimizerConfig
 from recjax.config.model import POLICY
@@ -334,8 +335,10 @@ def _batch_values(
     )
     values = jax.tree.map(devices.whole, values)
 
-    def scored_by(decoder: Decoder, params: dict, read: Batch) -> TokenScores:
-        scores = batch_logprobs(layout, decoder, params, read, sampling=recipe.sampling, chunk=recipe.chunk)
+    def scored_by(decoder: Decoder, params: dict, read: Batch, compared: Compared | None = None) -> TokenScores:
+        scores = batch_logprobs(
+            layout, decoder, params, read, sampling=recipe.sampling, chunk=recipe.chunk, compared=compared
+        )
         return jax.tree.map(devices.whole, scores)
 
     # A forward pass over the whole batch costs a third of the update, so it runs only for what reads its results.
@@ -344,9 +347,14 @@ def _batch_values(
         needs_scores = algorithm.needs_rescoring
     scored = None
     if needs_scores:
-        scores = scored_by(recipe.decoder, combine(state.params, context.frozen), batch)
+        reference = None
+        if algorithm.reads("scored_reference_kl"):
+            assert context.reference_params is not None
+            all_params = combine(context.reference_params, context.frozen)
+            reference = Compared(recipe.decoder, all_params, reverse_kl)
+        scores = scored_by(recipe.decoder, combine(state.params, context.frozen), batch, reference)
         behavior_logprobs = jax.tree.map(devices.whole, batch.behavior_logprobs)
-        scored = losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs)
+        scored = losses.Scored(scores.logprobs, scores.entropy, behavior_logprobs, scores.divergence)
     teacher_logprobs = None
     if algorithm.reads_teacher_logprobs:
         read = freely_routed(batch)

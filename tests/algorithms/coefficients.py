@@ -173,10 +173,9 @@ def m2po(x, i, t):
         return x.normalized(j) * x.log_rho(j, u) > 0
 
     squares = sorted(x.log_rho(*place) ** 2 for place in x.tokens if pushed(*place))
-    bound = squares[-1] if squares else 0.0
-    if sum(squares) > 0.04 * len(squares):
-        within = [one for one in squares if sum(min(one, other) for other in squares) < 0.04 * len(squares)]
-        bound = max(within, default=-1.0)
+    while squares and sum(squares) > 0.04 * len(squares):
+        squares.pop()
+    bound = squares[-1] if squares else -1.0
     kept = not pushed(i, t) or x.log_rho(i, t) ** 2 <= bound + 1e-9
     return x.rho(i, t) * x.normalized(i) * kept
 
@@ -329,6 +328,108 @@ def score_centering(x, i, t):
     return x.centered(i) * (1 + policy[0] * center)
 
 
+def klpo(x, i, t):
+    """Top tokens are the last two of three, so that all others are the first, whose score is that of the token."""
+    policy, behavior = (
+        np.exp([first, *others]) / sum(np.exp([first, *others]))
+        for first, others in ((x.logprobs[i, t], OWN), (x.behavior[i, t], THEIRS))
+    )
+    # d log π_v / d score of the first token is 1[v = 0] − π_0.
+    mean = sum(behavior[v] * ((v == 0) - policy[0]) for v in range(3))
+    return (x.rewards[i] - 0.1 * x.log_rho(i, t)) * (1 - mean)
+
+
+@functools.cache
+def reference_kl(x, i):
+    total = 0.0
+    for t in np.flatnonzero(x.mask[i]):
+        q, p = (np.exp([array[i, t], *fixed]) for array, fixed in ((x.logprobs, OWN), (x.teacher, THEIRS)))
+        q, p = q / q.sum(), p / p.sum()
+        total += sum(a * math.log(a / b) for a, b in zip(q, p, strict=True))
+    return total / x.lengths[i]
+
+
+def zcpo(x, i, t):
+    largest = max(abs(x.centered(j)) for j in x.group(i))
+    if largest < 1e-12:
+        return 0.0
+    drift = reference_kl(x, i) - sum(reference_kl(x, j) for j in x.group(i)) / len(x.group(i))
+    return x.centered(i) / largest - 0.1 * drift
+
+
+@functools.cache
+def turn_advantages(x):
+    """Mean rewards from either of two turns on, minus the group's."""
+    returns = {j: ((x.rewards[j] + x.rewards[j] ** 2 + 0.3) / 2, x.rewards[j] ** 2 + 0.3) for j in x.rows}
+
+    def value(i, k):
+        return returns[i][k] - sum(returns[j][k] for j in x.group(i)) / len(x.group(i))
+
+    return {(i, t): value(i, min(t // 2, 1)) for i, t in x.tokens}
+
+
+@functools.cache
+def balancing_temperature(x):
+    values = turn_advantages(x).values()
+    if sum(values) >= 0:
+        return math.inf
+    low, high = math.log(0.8), math.log(1e6)
+    for _ in range(100):
+        middle = (low + high) / 2
+        is_low = sum(a * math.exp(a / math.exp(middle)) for a in values) >= 0
+        low, high = (middle, high) if is_low else (low, middle)
+    return math.exp(low)
+
+
+def cod(x, i, t):
+    advantage = turn_advantages(x)[i, t]
+    return advantage * math.exp(advantage / balancing_temperature(x)) * one_side(x.rho(i, t), advantage)
+
+
+def offline_grpo(x, i, t):
+    is_solved = min(x.rewards[j] for j in x.group(i)) > 0.5
+    return math.exp(x.logprobs[i, t]) * (0.1 if is_solved else x.centered(i))
+
+
+def bpo(x, i, t):
+    weight = min((1.2 - math.exp(x.behavior[i, t])) / max(1.2 - math.exp(x.logprobs[i, t]), 1e-30), 5)
+    return weight * x.normalized(i) * one_side(x.rho(i, t), x.normalized(i))
+
+
+def estr(x, i, t):
+    return x.rho(i, t) * x.normalized(i) * (x.log_rho(i, t) ** 2 <= 0.1 * (x.entropy[i, t] + 1e-3))
+
+
+def clip_b(x, i, t):
+    def signal(place):
+        return math.exp(x.logprobs[place]) * (x.entropy[place] + x.logprobs[place])
+
+    everything = [signal(place) for place in x.tokens]
+    is_low = signal((i, t)) - np.mean(everything) < -2.5 * np.std(everything)
+    return 0.0 if is_low and x.normalized(i) < 0 else ppo(x, i, t, x.normalized(i))
+
+
+def rec_gspo_nois(x, i, t):
+    return x.centered(i) * one_side(math.exp(x.sum_log_rho(i) / x.lengths[i]), x.centered(i), 3e-4, 4e-4)
+
+
+def respo(x, i, t):
+    whole, advantage = math.exp(x.sum_log_rho(i)), x.normalized(i)
+    if advantage >= 0:
+        return (1 + whole) / 2 * math.exp(1 - whole) * advantage
+    return math.sqrt(whole) * math.exp(2 * (1 - math.sqrt(whole))) * advantage
+
+
+def tba(x, i, t):
+    """2/K (a − ā), by completion, a = r − log π/π_ref."""
+
+    def agreement(j):
+        return x.rewards[j] - sum(x.logprobs[j, u] - x.teacher[j, u] for u in np.flatnonzero(x.mask[j]))
+
+    group = x.group(i)
+    return 2 / len(group) * (agreement(i) - sum(map(agreement, group)) / len(group))
+
+
 # The proximal policy of these examples is the policy itself, as in a run: its ratio is one and nothing is clipped.
 COEFFICIENTS = {
     "rloo": rloo,
@@ -351,6 +452,16 @@ COEFFICIENTS = {
     "trm": trm,
     "chord": chord,
     "score_centering": score_centering,
+    "klpo": klpo,
+    "zcpo": zcpo,
+    "cod": cod,
+    "offline_grpo": offline_grpo,
+    "bpo": bpo,
+    "estr": estr,
+    "clip_b": clip_b,
+    "rec_gspo_nois": rec_gspo_nois,
+    "respo": respo,
+    "tba": tba,
     "kimi_k15": lambda x, i, t: x.centered(i) - 0.1 * x.sum_log_rho(i),
     "kimi_k25": kimi_k25,
     "opsm": opsm,
@@ -379,8 +490,9 @@ COEFFICIENTS = {
     "sdpo": sdpo,
     "echo": lambda x, i, t: ppo(x, i, t, x.normalized(i)),
 }
-MEANS_OF_ROWS = {"flash_reinforce", "gspo", "gspo_token", "gmpo", "sapo"}
-SUMS_OF_ROWS = {"dr_grpo", "luspo"}
+MEANS_OF_ROWS = {"flash_reinforce", "gspo", "gspo_token", "gmpo", "rec_gspo_nois", "sapo"}
+SUMS_OF_ROWS = {"dr_grpo", "klpo", "luspo"}
+MEANS_OF_GROUPS = {"tba"}
 
 
 def gradient_by_hand(name, example: Example, observations):
@@ -391,4 +503,6 @@ def gradient_by_hand(name, example: Example, observations):
         gradient[i, t] = -COEFFICIENTS[name](x, i, t) / (x.lengths[i] if name in MEANS_OF_ROWS else 1)
     if name == "echo" and observations.any():
         gradient -= 0.05 * len(x.tokens) / observations.sum() * observations
+    if name in MEANS_OF_GROUPS:
+        return gradient, len({int(x.ids[i]) for i in x.rows})
     return gradient, len(x.rows) if name in MEANS_OF_ROWS | SUMS_OF_ROWS else len(x.tokens)

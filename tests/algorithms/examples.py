@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recjax.algorithms import losses
+from recjax.algorithms import losses, regularizers
 from recjax.algorithms.presets import PRESETS
 from recjax.algorithms.reading import names_read
 
@@ -80,6 +80,8 @@ def rows_of(algorithm, example: Example, key=None, proximal_logprobs=None) -> lo
     key = jax.random.key(0) if key is None else key
     parts = {"first": x.rewards, "second": jnp.where(x.rewards > 0.9, jnp.nan, x.completion_mask.sum(-1) / 4)}
     scored = losses.Scored(x.logprobs, x.entropy, x.behavior_logprobs) if algorithm.needs_scoring else None
+    if algorithm.reads("scored_reference_kl"):
+        scored = scored._replace(reference_kl=regularizers.reverse_kl(*compared_logits(x, x.logprobs)))
     return losses.row_terms(
         algorithm,
         losses.BatchValues(
@@ -101,15 +103,21 @@ def rows_of(algorithm, example: Example, key=None, proximal_logprobs=None) -> lo
     )
 
 
+def compared_logits(x, logprobs):
+    """Scores of the policy's and the teacher's three tokens; 0 where masked."""
+    scores = logits_of(logprobs, OWN), logits_of(x.reference_logprobs, THEIRS)
+    return [jnp.where(x.completion_mask[..., None], one, 0.0) for one in scores]
+
+
 def loss_and_gradient(algorithm, example: Example, rows: losses.RowTerms | None = None):
     """((sum, count), (d sum / d logprobs, d sum / d entropy)) of an example."""
     rows = rows_of(algorithm, example) if rows is None else rows
     x = Example(*(jnp.asarray(array) for array in example))
 
     def total(logprobs, entropy):
-        scores = logits_of(logprobs, OWN), logits_of(x.reference_logprobs, THEIRS)
-        scores = [jnp.where(x.completion_mask[..., None], one, 0.0) for one in scores]
-        divergence = algorithm.teacher_divergence and algorithm.teacher_divergence.bound()(*scores)
+        divergence = algorithm.teacher_divergence and algorithm.teacher_divergence.bound()(
+            *compared_logits(x, logprobs)
+        )
         value, count = losses.loss(
             algorithm,
             logprobs,

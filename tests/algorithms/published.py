@@ -210,9 +210,9 @@ def around_proximal(b, p, factor, reduce=token_mean):
     return reduce(b, factor * ppo(np.exp(p - b.proximal), z_scores(b)))
 
 
-def pairwise(b, p):
-    """Σ over pairs of a group of (a_i − a_j)² / K², a = r − log π(y)/μ(y), mean over groups."""
-    agreement = b.rewards - whole_log_ratio(b, p)[..., 0]
+def pairwise(b, p, anchor):
+    """Σ over pairs of a group of (a_i − a_j)² / K², a = r − log π(y)/anchor(y), mean over groups."""
+    agreement = b.rewards - summed(b, p - anchor)
     groups = {tuple(group(b, i)) for i in range(len(b.kept)) if b.kept[i]}
     total = 0.0
     for rows in groups:
@@ -323,6 +323,17 @@ def truncated_sequences(b, p):
 
 
 def m2po(b, p):
+    """The largest (log ρ)² of tokens that went with A are removed until the mean of the others is at most 0.04."""
+    a, squares = z_scores(b), (b.policy - b.behavior) ** 2
+    kept = b.mask.copy()
+    pushed = sorted((squares[i, t], i, t) for i, t in np.argwhere(b.mask & (a * (b.policy - b.behavior) > 0)))
+    while pushed and mean([square for square, _, _ in pushed]) > 0.04:
+        _, i, t = pushed.pop()
+        kept[i, t] = False
+    return token_mean(b, kept * np.exp(p - b.behavior) * a)
+
+
+def m2po_2025(b, p):
     """The largest bound on |log ρ| of tokens that went with A which keeps their mean min((log ρ)², b²) below 0.04."""
     a, shift = z_scores(b), b.policy - b.behavior
     pushed = b.mask & (a * shift > 0)
@@ -342,6 +353,19 @@ def areal_second_moment(b, p):
     while falling and mean(falling) > 0.04:
         falling.pop(0)
     kept = squares <= (falling[0] if falling else -1.0)
+    return token_mean(b, kept * np.exp(p - b.behavior) * z_scores(b))
+
+
+def clip_b(b, p, ddof=0):
+    """GRPO's loss without tokens of A < 0 whose p(H + log p) is 2.5 standard deviations below its mean."""
+    signal = np.exp(b.policy) * (b.entropy + b.policy)
+    everything = signal[b.mask]
+    low = signal - everything.mean() < -2.5 * everything.std()
+    return grpo(b, p, z_scores(b, ddof), factor=~(low & (z_scores(b) < 0)))
+
+
+def estr(b, p):
+    kept = (b.policy - b.behavior) ** 2 / (b.entropy + 1e-3) <= 0.1
     return token_mean(b, kept * np.exp(p - b.behavior) * z_scores(b))
 
 
@@ -386,6 +410,23 @@ def gspo_token(b, p):
     return mean_of_means(b, ppo(whole * np.exp(p - b.policy), z_scores(b), 3e-4, 4e-4))
 
 
+def rec_gspo(b, p):
+    """Trinity's clip mode `gspo-one-side`, without weights."""
+    a, whole = centered(b), np.exp(summed(b, b.policy - b.behavior) / lengths(b))[:, None]
+    inside = (whole <= 1 + 4e-4) * (a >= 0) + (whole >= 1 - 3e-4) * (a <= 0) > 0
+    return mean_of_means(b, a * p * inside)
+
+
+def respo(b, p):
+    """φ = φ₀ exp(2(1 − φ₀)), φ₀ half way between 1 and W where A ≥ 0, √W where A < 0."""
+    a, whole = z_scores(b), np.exp(np.clip(whole_log_ratio(b), -20, 20))
+    return token_mean(b, np.where(a >= 0, (1 + whole) / 2 * np.exp(1 - whole), half_power(whole)) * a * p)
+
+
+def half_power(whole):
+    return np.sqrt(whole) * np.exp(2 * (1 - np.sqrt(whole)))
+
+
 def luspo(b, p):
     """TRL: GSPO's loss of a completion times its length."""
     ratio = np.exp(summed(b, p - b.behavior) / lengths(b))[..., None]
@@ -425,6 +466,13 @@ def aspo(b, p):
     up = np.where(ratio <= 1.2, np.minimum(1 / ratio, 3), 0.0)
     down = np.where(ratio >= 0.8, np.minimum(ratio, 3), 0.0)
     return weighted(b, p, np.where(a > 0, up, down), a)
+
+
+def bpo(b, p):
+    """min((1 + ε − μ)/(1 + ε − π), c) in the place of ρ, which PPO's mask still reads."""
+    a, ratio = z_scores(b), rho(b)
+    inside = np.where(a > 0, ratio <= 1.2, ratio >= 0.8)
+    return weighted(b, p, np.minimum((1.2 - np.exp(b.behavior)) / (1.2 - np.exp(b.policy)), 5) * inside, a)
 
 
 def sapo(b, p):
@@ -486,8 +534,13 @@ def kl(p, q):
     return (p * np.log(p / q)).sum(-1)
 
 
-def jensen_shannon(b, p, beta, weight=1.0):
+def jensen_shannon(b, p, beta, weight=1.0, support=None):
+    """support: whose most likely token, and all others as one, are compared; None: all tokens."""
     student, teacher = distributions(b, p)
+    if support is not None:
+        top = distributions(b, b.policy)[support].argmax(-1)
+        is_top = np.arange(3) == top[..., None]
+        student, teacher = (np.stack([(q * is_top).sum(-1), (q * ~is_top).sum(-1)], -1) for q in (student, teacher))
     mixture = beta * teacher + (1 - beta) * student
     return token_mean(b, weight * (-beta * kl(teacher, mixture) - (1 - beta) * kl(student, mixture)))
 
@@ -509,6 +562,88 @@ def score_centering(b, p, weight=lambda ratio: 1.0):
     return token_mean(b, centered(b) * (weight(rho(b)) * p - center))
 
 
+def klpo(b, p, beta=0.1):
+    """(R − β log ρ)(log π(y) − Σ_v μ(v) log π(v)), over the three tokens of the vocabulary."""
+    moved, behavior = distributions(b._replace(reference=b.behavior), p)
+    h = b.rewards[:, None] - beta * (b.policy - b.behavior)
+    return mean_of_sums(b, h * (p - (behavior * np.log(moved)).sum(-1)))
+
+
+def others_ratio(b):
+    return (1 - np.exp(b.behavior)) / (1 - np.exp(b.policy))
+
+
+def klpo_binary(b, p):
+    return mean_of_sums(b, (b.rewards[:, None] - 0.1 * (b.policy - b.behavior)) * others_ratio(b) * p)
+
+
+def klpo_sequence(b, p):
+    """The gradient of D² / 2β, D = R − β Σ_t (log ρ_t + k_t), k_t the KL(μ ‖ π) of this token or another."""
+    new, old = np.exp(p), np.exp(b.behavior)
+    with np.errstate(divide="ignore", invalid="ignore"):  # outside of the mask
+        others = (1 - old) * (np.log(1 - old) - np.log(1 - new))
+    drift = p - b.behavior + old * (b.behavior - p) + others
+    residual = np.where(b.kept, b.rewards - 0.1 * summed(b, drift), 0.0)
+    return (residual**2).sum(-1) / (2 * 0.1) / b.kept.sum()
+
+
+def zcpo(b, p, beta=0.1):
+    divergence = summed(b, kl(*distributions(b, b.policy))) / lengths(b)
+
+    def value(i):
+        largest = max(abs(r - mean(rewards(b, i))) for r in rewards(b, i))
+        if largest == 0:
+            return 0.0
+        drift = divergence[i] - mean([divergence[j] for j in group(b, i)])
+        return (b.rewards[i] - mean(rewards(b, i))) / largest - beta * drift
+
+    return token_mean(b, by_row(b, value) * p)
+
+
+def cod(b, p):
+    """Two turns of two and of all other tokens, with the reward and its square and 0.3 as rewards."""
+    each = [b.rewards, b.rewards**2 + 0.3]
+    first, last = centered(b._replace(rewards=(each[0] + each[1]) / 2)), centered(b._replace(rewards=each[1]))
+    a = np.where(np.arange(b.mask.shape[1]) < 2, first, last)
+
+    def imbalance(temperature):
+        return (a * np.exp(a / temperature))[b.mask].sum()
+
+    weight = 1.0
+    if a[b.mask].sum() < 0:
+        low, high = 0.8, 1e6
+        for _ in range(200):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if imbalance(middle) < 0 else (middle, high)
+        weight = np.exp(a / low)
+    inside = (rho(b) <= 1.2) * (a >= 0) + (rho(b) >= 0.8) * (a <= 0) > 0
+    return token_mean(b, a * weight * inside * p)
+
+
+def offline_grpo(b, p):
+    a = by_row(b, lambda i: 0.1 if min(rewards(b, i)) > 0.5 else b.rewards[i] - mean(rewards(b, i)))
+    return token_mean(b, a * np.exp(p))
+
+
+def distilled(b, p, weight=1.0):
+    return token_mean(b, (b.reference - b.policy) * weight * p)
+
+
+def prefix_weight(b):
+    sizes = np.where(b.mask, np.abs(b.reference - b.policy), 0.0)
+    share = np.zeros(b.mask.shape)
+    for i in range(len(sizes)):
+        for t in range(1, b.mask.shape[1]):
+            share[i, t] = sizes[i, :t].sum() / max(sizes[i].sum(), 1e-300)
+    return 1 + 0.5 * (1 - share)
+
+
+def trusted(b):
+    """Within 0.2 of μ, or on the way back to it."""
+    moved = np.exp(b.policy) - np.exp(b.behavior)
+    return np.where(b.reference > b.policy, moved <= 0.2, moved >= -0.2)
+
+
 OBJECTIVES = {
     "reinforce": lambda b, p: trinity(b, p, True, 1.0),
     "grpo": grpo,
@@ -523,7 +658,7 @@ OBJECTIVES = {
     "opmd_token": lambda b, p: trinity_k2(b, p, 0.05),
     "red_drop": red_drop,
     "red_weight": lambda b, p: token_mean(b, centered(b) * np.exp(centered(b)) * p),
-    "pairwise_consistency": pairwise,
+    "pairwise_consistency": lambda b, p: pairwise(b, p, b.behavior),
     "rloo": lambda b, p: token_mean(b, rloo_advantages(b) * p),
     "dr_grpo": lambda b, p: grpo(b, p, centered(b), mean_of_sums),
     "reinforce_pp": lambda b, p: grpo(b, p, whitened(b, b.rewards[:, None])),
@@ -544,6 +679,16 @@ OBJECTIVES = {
     "trm": lambda b, p: trust_region(b, p, lambda x: np.exp(x) - 1 - x),
     "chord": chord,
     "score_centering": score_centering,
+    "klpo": klpo,
+    "zcpo": zcpo,
+    "cod": cod,
+    "offline_grpo": offline_grpo,
+    "bpo": bpo,
+    "estr": estr,
+    "clip_b": clip_b,
+    "rec_gspo_nois": rec_gspo,
+    "respo": respo,
+    "tba": lambda b, p: pairwise(b, p, b.reference),
     "kimi_k15": opmd,
     "kimi_k25": kimi_k25,
     "opsm": lambda b, p: grpo(b, p, factor=opsm_keeps(b, 0.5)),
@@ -567,9 +712,9 @@ OBJECTIVES = {
     "tis": lambda b, p: around_proximal(b, p, np.minimum(np.exp(b.proximal - b.behavior), 2.0)),
     "decoupled_ppo": lambda b, p: around_proximal(b, p, np.exp(b.proximal - b.behavior)),
     "a3po": a3po,
-    "on_policy_distillation": lambda b, p: token_mean(b, (b.reference - b.policy) * p),
+    "on_policy_distillation": distilled,
     "logit_distillation": lambda b, p: token_mean(b, -kl(*distributions(b, p))),
-    "sdpo": lambda b, p: jensen_shannon(b, p, 0.5, np.minimum(rho(b), 2.0)),
+    "sdpo": lambda b, p: jensen_shannon(b, p, 0.5, np.minimum(rho(b), 2.0), support=0),
     "echo": lambda b, p: echo(b, p, 0.05),
 }
 LENGTH = 7  # N in a note
@@ -607,6 +752,25 @@ OTHER_FORMS = {
     ("flash_reinforce", "mask={delta: 0.01}"): lambda b, p: flash_reinforce(b, p, 0.01),
     ("mis", "correction={name: sequence_banded, high: 3.0}, mask={name: none}"): truncated_sequences,
     ("m2po", "mask={name: second_moment}"): areal_second_moment,
+    ("m2po", "mask={dropped: bounded}"): m2po_2025,
+    ("clip_b", "advantage={ddof: 1}"): lambda b, p: clip_b(b, p, 1),
+    ("offline_grpo", "reference_kl={coefficient: 0.1}"): lambda b, p: (
+        offline_grpo(b, p) - token_mean(b, 0.1 * (np.exp(b.reference - p) - (b.reference - p) - 1))
+    ),
+    ("klpo", "score_centering={coefficient: 0.0}, weight={name: complement, epsilon: 0.0, cap: 1e4}"): klpo_binary,
+    (
+        "klpo",
+        "log_ratio_penalty={level: completion}, score_centering={coefficient: 0.0}, weight={name: complement, epsilon:"
+        " 0.0, cap: 1e4}",
+    ): klpo_sequence,
+    ("klpo", "log_ratio_penalty={coefficient: 1e-3}"): lambda b, p: klpo(b, p, 1e-3),
+    ("on_policy_distillation", "clip={name: probability_difference}, weight={name: importance}"): lambda b, p: (
+        distilled(b, p, rho(b) * trusted(b))
+    ),
+    ("on_policy_distillation", "distillation={prefix_weight: 0.5}"): lambda b, p: distilled(b, p, prefix_weight(b)),
+    ("sdpo", "teacher_divergence={support: teacher}"): lambda b, p: jensen_shannon(
+        b, p, 0.5, np.minimum(rho(b), 2.0), support=1
+    ),
     (
         "gmpo",
         "ratio={epsilon_low: 0.2, epsilon_high: 0.2}, clip={epsilon_low: 0.2, epsilon_high: 0.2}",

@@ -217,3 +217,34 @@ def test_a_group_without_kept_rows_divides_by_nothing(function):
 def test_epsilon_must_be_above_zero():
     with pytest.raises(ValueError, match="epsilon = 0.0: must be above 0"):
         advantages.group_normalized_advantages(jnp.ones(1), jnp.zeros(1, int), jnp.ones(1, bool), epsilon=0.0)
+
+
+@pytest.mark.parametrize("level", ["token", "completion"])
+def test_log_ratio_penalty_by_loops(level):
+    """Rows 0 and 2 are one completion; each token's drift is log ρ, or log ρ + KL(μ ‖ π) of this token or another."""
+    generator = np.random.default_rng(0)
+    new, old = (generator.uniform(0.1, 0.9, (3, 4)) for _ in range(2))
+    mask, ids = np.arange(4) < np.array([[4], [1], [3]]), np.array([5, 7, 5])
+    expected = np.zeros((3, 4))
+    for i, t in np.argwhere(mask):
+        places = [(i, t)] if level == "token" else [(j, u) for j, u in np.argwhere(mask) if ids[j] == ids[i]]
+        for q, p in ((new[place], old[place]) for place in places):
+            expected[i, t] += 0.3 * np.log(q / p)
+            if level == "completion":
+                expected[i, t] += 0.3 * (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)))
+    arrays = [np.where(mask, np.log(x), np.nan).astype(np.float32) for x in (new, old)]
+    penalty = functools.partial(advantages.log_ratio_penalty, coefficient=0.3, level=level)
+    np.testing.assert_allclose(jax.jit(penalty)(*arrays, mask, ids), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_prefix_weights_fall_with_drift_by_loops():
+    generator = np.random.default_rng(0)
+    policy, teacher = (-generator.uniform(0.1, 3, (3, 5)) for _ in range(2))
+    mask = np.arange(5) < np.array([[5], [0], [3]])
+    expected = np.zeros((3, 5))
+    for i, t in np.argwhere(mask):
+        sizes = [abs(teacher[i, u] - policy[i, u]) for u in range(5) if mask[i, u]]
+        expected[i, t] = 2 * (1 + 0.5 * (1 - sum(sizes[:t]) / sum(sizes))) * (teacher[i, t] - policy[i, t])
+    arrays = [jnp.asarray(np.where(mask, x, np.nan), jnp.float32) for x in (policy, teacher)]
+    found = advantages.teacher_advantages(*arrays, jnp.asarray(mask), coefficient=2.0, prefix_weight=0.5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)

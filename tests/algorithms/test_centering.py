@@ -82,6 +82,20 @@ def test_mean_gradient_under_the_sampler_is_removed(name, advantage, top):
     np.testing.assert_allclose(half, bias / 2, atol=1e-6)
 
 
+def test_klpo_regresses_log_ratios_whatever_the_reward_is():
+    """Under μ, the mean gradient is β times the covariance of log ρ and ∇log π, so the reward's mean plays no role."""
+    logits, behavior, _ = distributions(VOCAB)
+    logits, mu = np.asarray(logits, float), np.exp(np.asarray(behavior, float))
+    policy = np.exp(logits) / np.exp(logits).sum()
+    log_ratio, scores = np.log(policy / mu), np.eye(VOCAB) - policy
+    mean = sum(mu[y] * scores[y] for y in range(VOCAB))
+    expected = sum(0.1 * mu[y] * log_ratio[y] * (scores[y] - mean) for y in range(VOCAB))
+    program = jax.jit(lambda r: mean_gradient(build_algorithm("klpo", {}), r, VOCAB), compiler_options=QUICK)
+    for reward in (0.0, 1.0):
+        np.testing.assert_allclose(program(reward), expected, atol=1e-6)
+    assert np.abs(expected).max() > 5e-3
+
+
 def test_unrecorded_tokens_keep_only_their_own_bias():
     logits, behavior, ids = distributions(4)
     policy = np.exp(np.asarray(logits, float))

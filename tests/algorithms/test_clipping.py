@@ -1,4 +1,4 @@
-"""Clip masks: the table of bounds, inclusive as in the paper."""
+"""Clip masks: the table of bounds, inclusive as in the paper; masks by entropy, by loops."""
 
 import chex
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from recjax.algorithms import clipping
+from recjax.algorithms import clipping, masks
 
 # Bounds that float32 holds exactly: 0.75, 1.5, and outside 0.25 and 3.
 INNER = {"epsilon_low": 0.25, "epsilon_high": 0.5}
@@ -59,3 +59,23 @@ def test_defaults_are_the_papers():
 def test_invalid_ranges_are_refused(function, options, message):
     with pytest.raises(ValueError, match=message):
         function(jnp.ones((1, 1)), jnp.ones(1), **options)
+
+
+def test_masks_that_read_entropy_by_loops():
+    generator = np.random.default_rng(0)
+    mask = np.arange(6) < np.array([[6], [4], [5]])
+    logprobs, entropy = -generator.uniform(0.1, 3, (3, 6)), generator.uniform(0.1, 2, (3, 6))
+    log_ratio, advantages = 0.4 * generator.normal(size=(3, 6)), np.array([1.0, -1.0, -0.5])
+    tokens = [tuple(place) for place in np.argwhere(mask)]
+    changes = [np.exp(logprobs[place]) * (entropy[place] + logprobs[place]) for place in tokens]
+    near, kept = np.zeros((3, 6), bool), np.zeros((3, 6), bool)
+    for place, change in zip(tokens, changes, strict=True):
+        near[place] = log_ratio[place] ** 2 / (entropy[place] + 0.01) <= 0.1
+        kept[place] = advantages[place[0]] >= 0 or change - np.mean(changes) >= -0.5 * np.std(changes)
+    arrays = [jnp.asarray(np.where(mask, x, 0), jnp.float32) for x in (log_ratio, logprobs, entropy)]
+    mask = jnp.asarray(mask)
+    found = masks.entropy_scaled_mask(arrays[0], arrays[2], mask, tau=0.1, epsilon=0.01)
+    np.testing.assert_array_equal(np.asarray(found) & mask, near)
+    found = masks.entropy_change_mask(arrays[1], arrays[2], jnp.asarray(advantages, jnp.float32), mask, deviations=0.5)
+    np.testing.assert_array_equal(np.asarray(found) & mask, kept)
+    assert 0 < near.sum() < mask.sum() and 0 < kept[1:].sum() < mask[1:].sum()

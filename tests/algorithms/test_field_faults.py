@@ -100,34 +100,51 @@ def test_shares_of_tokens_are_those_of_the_authors_scripts():
     assert resolve("high_entropy", {})["mask"]["share"] == 0.2
 
 
-def second_moment_bound(log_ratio, advantages, tau):
-    """The authors' search, by a loop: the bound on |log ρ| of tokens that went where their advantage pushes."""
+def second_moment_bound(log_ratio, advantages, tau, dropped):
+    """The bound on |log ρ| of tokens that went where their advantage pushes, by a loop: the authors' search, or theirs
+    of 2025."""
     squares = sorted(d * d for d, a in zip(log_ratio, advantages, strict=True) if a * d > 0)
     if sum(squares) <= tau * len(squares):
         return np.inf
+    if dropped == "ignored":
+        while squares and sum(squares) > tau * len(squares):
+            squares.pop()
+        return squares[-1] ** 0.5 if squares else 0.0
     for place in range(len(squares)):
         if sum(squares[: place + 1]) + squares[place] * (len(squares) - place - 1) >= tau * len(squares):
             return squares[place - 1] ** 0.5 if place else 0.0
 
 
-second_moment_mask = jax.jit(masks.one_side_second_moment_mask)
+second_moment_mask = jax.jit(masks.one_side_second_moment_mask, static_argnames="dropped")
 
 
+@pytest.mark.parametrize("dropped", ["ignored", "bounded"])
 @pytest.mark.parametrize("spread", [0.05, 0.3, 1.0, 3.0])
-def test_second_moment_counts_tokens_that_followed_their_advantage(spread):
+def test_second_moment_counts_tokens_that_followed_their_advantage(spread, dropped):
     random = np.random.default_rng(0)
     log_ratio, advantages = spread * random.normal(size=(4, 50)), np.array([1.0, -1.0, 2.0, 0.0])
     of_tokens = np.repeat(advantages, 50)
-    bound = second_moment_bound(log_ratio.ravel(), of_tokens, 0.04)
+    bound = second_moment_bound(log_ratio.ravel(), of_tokens, 0.04, dropped)
     expected = (of_tokens * log_ratio.ravel() <= 0) | (np.abs(log_ratio.ravel()) <= bound + 1e-6)
     arrays = jnp.asarray(log_ratio, jnp.float32), jnp.asarray(advantages), jnp.ones((4, 50), bool)
-    np.testing.assert_array_equal(np.asarray(second_moment_mask(*arrays)).ravel(), expected)
+    np.testing.assert_array_equal(np.asarray(second_moment_mask(*arrays, dropped=dropped)).ravel(), expected)
     assert expected.all() == (spread == 0.05)
     # A = +1 at ρ = ½ keeps its ½; the form of AReaL leaves it out.
     single = np.log([[0.5, 1.0]]).astype(np.float32), UP, np.ones((1, 2), bool)
     of_both_sides = jax.jit(masks.second_moment_mask)(single[0], single[2])
     assert second_moment_mask(*single).all() and not of_both_sides.all()
-    assert resolve("m2po", {})["mask"] == {"name": "one_side_second_moment", "tau": 0.04}
+    assert resolve("m2po", {})["mask"] == {"name": "one_side_second_moment", "tau": 0.04, "dropped": "ignored"}
+
+
+def test_final_second_moment_drops_half_as_many():
+    """Log-ratios of a half-normal distribution, σ = 0.26: Algorithm 1 drops 11 %, the code of 2025 dropped 26 %."""
+    quantiles = (np.arange(10_000) + 0.5) / 10_000
+    log_ratio = 0.26 * np.sqrt(2) * np.asarray(jax.scipy.special.erfinv(quantiles), np.float32)[None]
+    shares = []
+    for dropped in ("ignored", "bounded"):
+        kept = second_moment_mask(log_ratio, UP, np.ones(log_ratio.shape, bool), dropped=dropped)
+        shares.append(1 - np.asarray(kept).mean())
+    np.testing.assert_allclose(shares, [0.114, 0.261], atol=1e-3)
 
 
 WITH_PROXIMAL = {"tis": {}, "decoupled_ppo": {}, "grpo": {"anchor": {"name": "proximal"}}}
@@ -404,7 +421,7 @@ def test_gspo_token_has_the_gradient_of_its_surrogate():
 
 
 # The example's most likely tokens are of another policy even where the sampled ones are not.
-OTHER_AXES = {"advantage", "mask", "distillation", "observations", "score_centering"}
+OTHER_AXES = {"advantage", "mask", "distillation", "objective", "observations", "score_centering"}
 
 
 def test_on_policy_every_method_of_the_ratio_is_reinforce():
@@ -415,7 +432,7 @@ def test_on_policy_every_method_of_the_ratio_is_reinforce():
     for name in names:
         own = gradient_of(name, {"reduction": {"name": "token_mean"}}, ON_POLICY)
         np.testing.assert_allclose(own, plain, rtol=1e-4, atol=1e-6, err_msg=name)
-    other_weights = {"expert_shaped", "own", "exp_advantage", "bisected_exp_advantage"}
+    other_weights = {"expert_shaped", "own", "probability", "exp_advantage", "bisected_exp_advantage"}
     for weight in AXES["weight"].keys() - other_weights:
         own = gradient_of("reinforce", {"weight": {"name": weight}}, ON_POLICY)
         np.testing.assert_allclose(own, plain, rtol=1e-4, atol=1e-6, err_msg=weight)

@@ -25,6 +25,7 @@ from tests.closeness import assert_close
 from tests.marks import campaign_except
 
 EXAMPLE = make_example(seed=3)
+TERM = "log_ratio_penalty"
 
 
 def base(axis):
@@ -112,6 +113,14 @@ def test_presets_options_hold_until_the_name_changes(monkeypatch):
     assert resolve("wide", {"clip": {}})["clip"] == wide["clip"] and PRESETS["wide"] == wide
 
 
+def test_coefficient_zero_turns_a_presets_term_off():
+    for preset, term in (("sdpo", "teacher_divergence"), ("on_policy_distillation", "distillation"), ("klpo", TERM)):
+        assert getattr(build_algorithm(preset, {term: {"coefficient": 0}}), term) is None
+    assert len(PRESETS["sdpo"]["teacher_divergence"]) > 1
+    with pytest.raises(ValueError, match="teacher_divergence.top_k = 3: has no effect"):
+        resolve("sdpo", {"teacher_divergence": {"coefficient": 0, "top_k": 3}})
+
+
 @pytest.mark.parametrize(
     ("preset", "overrides", "parts"),
     [
@@ -187,7 +196,10 @@ DIVERGENCE = {"teacher_divergence": {"coefficient": 1.0}}
 JSD = {"teacher_divergence": {"coefficient": 1.0, "kind": "jsd"}}
 OPTIONS = {
     "objective.pairwise_consistency.tau": (0.5, 2.0, {}),
+    "objective.pairwise_consistency.anchor": ("behavior", "reference", {}),
     "advantage.group_mean.singleton": ("zero", "reward", {}),
+    "advantage.group_mean.solved": (0.0, 0.1, {}),
+    "advantage.divergence_penalized.beta": (0.1, 0.2, {}),
     "advantage.group_normalized.epsilon": (1e-6, 0.1, {}),
     "advantage.group_normalized.ddof": (0, 1, {}),
     "advantage.group_normalized.singleton": ("zero", "reward", {}),
@@ -206,6 +218,7 @@ OPTIONS = {
     "advantage.discounted.discount": (0.99, 0.5, {}),
     "advantage.turn_returns.discount": (1.0, 0.5, {}),
     "advantage.turn_returns.baseline": ("none", "group", {}),
+    "advantage.turn_returns.returns": ("sum", "mean", {}),
     "anchor.interpolated.share": (0.5, 0.2, READS_RATIO),
     "ratio.clipped_sequence_mean.epsilon_low": (0.4, 0.1, READS_RATIO),
     "ratio.clipped_sequence_mean.epsilon_high": (0.4, 0.1, READS_RATIO),
@@ -230,6 +243,10 @@ OPTIONS = {
     "mask.sequence_band.high": (1.01, 3.0, {}),
     "mask.second_moment.tau": (0.04, 0.4, {}),
     "mask.one_side_second_moment.tau": (0.04, 0.4, {}),
+    "mask.one_side_second_moment.dropped": ("ignored", "bounded", {}),
+    "mask.entropy_scaled.tau": (0.1, 0.4, {}),
+    "mask.entropy_scaled.epsilon": (1e-3, 1.0, {}),
+    "mask.entropy_change.deviations": (2.5, 0.5, {}),
     "mask.high_entropy.share": (0.2, 0.6, {}),
     "mask.covariance.share": (0.0002, 0.3, {}),
     "weight.truncated.cap": (5.0, 1.2, {}),
@@ -248,6 +265,10 @@ OPTIONS = {
     "weight.peaked.decay_positive": (3.0, 1.0, {}),
     "weight.peaked.power_negative": (3.0, 1.0, {}),
     "weight.peaked.decay_negative": (2.0, 1.0, {}),
+    "weight.blended.beta": (0.5, 0.9, {}),
+    "weight.blended.decay": (2.0, 1.0, {}),
+    "weight.complement.epsilon": (0.2, 0.0, {}),
+    "weight.complement.cap": (5.0, 1.1, {}),
     "weight.expert_shaped.gamma": (0.1, 0.5, {}),
     "weight.own.share": (0.9, 0.5, {}),
     "regularizer.expert_cross_entropy.share": (0.1, 0.5, {}),
@@ -264,6 +285,13 @@ OPTIONS = {
     "correction.bounded.high": (2.0, 1.1, BETWEEN),
     "unbiased_reference_kl.unbiased_reference_kl.coefficient": (0.1, 0.2, {}),
     "distillation.distillation.coefficient": (0.1, 0.2, {}),
+    "distillation.distillation.prefix_weight": (0.0, 0.5, {"distillation": {"coefficient": 1.0}}),
+    "log_ratio_penalty.log_ratio_penalty.coefficient": (0.1, 0.2, {}),
+    "log_ratio_penalty.log_ratio_penalty.level": (
+        "token",
+        "completion",
+        {"log_ratio_penalty": {"coefficient": 0.1}},
+    ),
     "teacher_divergence.teacher_divergence.coefficient": (0.1, 0.2, {}),
     "teacher_divergence.teacher_divergence.kind": ("forward_kl", "reverse_kl", DIVERGENCE),
     "teacher_divergence.teacher_divergence.beta": (

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.objectives.page import read_differences
 from recjax.algorithms.catalog import FIELD, PAPER, SOURCES
 from recjax.algorithms.presets import PRESETS, build_algorithm, resolve
 from recjax.config.yaml_values import read_override
@@ -75,6 +76,14 @@ def forms_of(note):
     return re.findall(r"\w+=\{[^}]*\}(?:, \w+=\{[^}]*\})*", note)
 
 
+def built(name, form):
+    """The algorithm of a preset with the overrides of a form; SDPO takes one of the vocabulary's three tokens."""
+    overrides = overrides_of(form)
+    if name == "sdpo":
+        overrides["teacher_divergence"] = {"top_k": 1, **overrides.get("teacher_divergence", {})}
+    return build_algorithm(name, overrides)
+
+
 def test_every_preset_has_a_source_and_an_objective():
     assert OBJECTIVES.keys() == PRESETS.keys() == SOURCES.keys()
 
@@ -88,8 +97,7 @@ def test_every_form_that_a_note_promises_is_compared():
         assert resolve(name, overrides_of(form)) != resolve(name, {}), form
 
 
-@pytest.fixture(scope="module")
-def compared():
+def compare():
     """(preset, overrides) → for each batch its name, a scale, recjax's gradient and the source's; one program for all.
 
     The scale is the batch's tokens over ratios π/μ above 1, by which float32 errors of advantages grow.
@@ -97,7 +105,7 @@ def compared():
     objectives = {(name, ""): OBJECTIVES[name] for name in PRESETS} | {
         form: OTHER_FORMS[form] for form in PROMISED if form in OTHER_FORMS
     }
-    algorithms = {form: build_algorithm(form[0], overrides_of(form[1])) for form in objectives}
+    algorithms = {form: built(*form) for form in objectives}
 
     @jax.jit
     def gradients(example, proximal):
@@ -131,6 +139,35 @@ def compared():
             published = functools.cache(functools.partial(gradient, objective, batch))
             results[form].append((name, scale, np.asarray(ours), published))
     return results
+
+
+def largest_difference(batches):
+    """Largest difference of a token's gradient from the source's, over the batch's largest gradient, of any batch."""
+    differences = [0.0]
+    for _, scale, ours, published in batches:
+        expected = scale * published()
+        if expected.any():
+            differences.append(np.abs(scale * ours - expected).max() / np.abs(expected).max())
+    return max(differences)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return compare()
+
+
+def test_the_table_of_differences_has_every_form():
+    """Write it again with python -m tests.algorithms.differences."""
+    table = read_differences()
+    assert sorted(table) == sorted([*((name, "") for name in PRESETS), *PROMISED])
+    assert max(table.values()) < 1e-4
+
+
+@pytest.mark.slow
+def test_differences_are_those_of_the_table(compared):
+    """Rounding differs from one CPU to another, by less than a factor of ten."""
+    for form, recorded in read_differences().items():
+        assert largest_difference(compared[form]) <= max(10 * recorded, 1e-5), form
 
 
 @pytest.mark.slow

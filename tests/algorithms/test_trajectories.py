@@ -32,6 +32,9 @@ PRESETS = {
     "reinforce_pp": {"advantage": {"over": "tokens"}},
     "red_weight": {},
     "pairwise_consistency": {},
+    "tba": {},
+    "respo": {},
+    "klpo": {"score_centering": {"coefficient": 0}, "log_ratio_penalty": {"level": "completion"}},
 }
 
 

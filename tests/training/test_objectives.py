@@ -13,7 +13,7 @@ from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import RowShape, pack
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
-from recjax.models.decoder import Decoder
+from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.rewards.pool import overlong_penalty
@@ -83,6 +83,46 @@ def test_micro_batches_packing_and_devices_change_nothing():
     assert_same_step(spread, whole)
     assert whole[1]["teacher_divergence"] > 1e-3
     assert 0 < whole[1]["clip_fraction/all"] < 1 and whole[1]["gradient_norm"] > 0
+
+
+@pytest.mark.slow
+def test_advantages_read_the_exact_divergence_from_the_reference():
+    """Advantages from loops over rows and tokens, with both policies' whole distributions, in every layout."""
+    batch, reference = make_batch(), jax.tree.map(lambda x: x * 1.5, initial())
+    size = len(batch.rewards) // len(batch.prompts)
+    drift = np.zeros(len(batch.rewards))
+    for row, (completion, mask) in enumerate(zip(batch.completions, batch.completion_mask, strict=True)):
+        prompt = batch.prompts[row // size][batch.prompt_mask[row // size]]
+        tokens = jnp.concatenate([prompt, completion[mask]])[None]
+        both = []
+        for params in (initial(), reference):
+            hidden, _ = Decoder(CONFIG).apply(
+                {"params": params}, tokens, jnp.arange(tokens.size)[None], jnp.ones(tokens.shape, bool)
+            )
+            both.append(np.asarray(jax.nn.log_softmax(logits(CONFIG, params, hidden[0]) / 0.9), float))
+        policy, other = (x[len(prompt) - 1 : -1] for x in both)
+        drift[row] = (np.exp(policy) * (policy - other)).sum(-1).mean()
+    expected = np.zeros(len(drift))
+    for row in range(len(drift)):
+        group = slice(row // size * size, row // size * size + size)
+        centered = batch.rewards[group] - batch.rewards[group].mean()
+        if centered.any():
+            own = batch.rewards[row] - batch.rewards[group].mean()
+            expected[row] = own / np.abs(centered).max() - 10 * (drift[row] - drift[group].mean())
+    given = batch._replace(rewards=expected.astype(np.float32))
+
+    def stepped(algorithm, batch, layout, reference):
+        made = Recipe(Decoder(CONFIG), algorithm, SGD, Sampling(0.9), 7)
+        state = TrainState(jax.tree.map(jnp.copy, initial()), SGD.init(initial()))
+        context = UpdateContext({}, jax.random.key(0), reference_params=reference)
+        return update(state, batch, layout, context, recipe=made)[0].params
+
+    plain = build_algorithm("reinforce", {"advantage": {"name": "raw_reward"}})
+    moved = stepped(plain, given, Layout(1), None)
+    algorithm = build_algorithm("zcpo", {"advantage": {"beta": 10.0}})
+    for layout in (Layout(1), Layout(2), Layout(1, pack(batch, RowShape(2, 12)))):
+        assert_same_change(initial(), stepped(algorithm, batch, layout, reference), moved)
+    assert np.ptp(drift) > 1e-3
 
 
 @pytest.mark.campaign
