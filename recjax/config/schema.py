@@ -62,7 +62,9 @@ class AlgorithmConfig(ConfigBlock):
     """
 
     preset: str = key("grpo", "Name of a preset; `python -m recjax.objectives` lists them")
-    objective: dict[str, Any] = key(dict, "Terms that the loss sums: tokens, or pairs of completions")
+    objective: dict[str, Any] = key(
+        dict, "Terms that the loss sums: tokens, pairs of completions, or your own loss of each token"
+    )
     selection: dict[str, Any] = key(dict, "Completions to train on")
     advantage: dict[str, Any] = key(dict, "Advantages from rewards")
     anchor: dict[str, Any] = key(dict, "Policy in the ratio's denominator")
