@@ -30,7 +30,7 @@ DialectName = Annotated[
     str, spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
 ]
 DriftKind = Literal["int8", "int4", "float8", "noise"]
-Priority = Literal["none", "reward_spread", "absolute_advantage"]
+Priority = Literal["none", "reward_spread", "absolute_advantage", "headroom"]
 
 
 class EngineConfig(ConfigBlock):
@@ -258,7 +258,15 @@ class ReplayConfig(ConfigBlock):
         ge=1,
     )
     half_life: Float | None = key(None, "Optimizer steps after which a group's chance halves; null: never", gt=0)
+    max_drift: Float | None = key(
+        None,
+        "Limit of a group's drift at its last use, the mean of (log π − log μ)² over its tokens; null: no limit",
+        ge=0,
+    )
     priority: Priority = key("none", "Quantity that a group's chance is proportional to")
+    order: Literal["sampled", "highest"] = key(
+        "sampled", "Groups of a step: sampled by their chance, or those with the highest chance"
+    )
     keep_no_signal: Bool = key(
         False, "Keep groups from which the algorithm learns nothing, such as those with equal rewards"
     )
@@ -296,6 +304,23 @@ class ReplayConfig(ConfigBlock):
                 value=self.capacity,
             )
         self._check_staleness(config)
+        if self.order == "highest" and self.priority == "none" and self.half_life is None:
+            raise UserError(
+                "experience.replay.order",
+                "has nothing to order by",
+                "set experience.replay.priority or half_life",
+                value=self.order,
+            )
+        if self.measures and experience.missing_logprobs == "unneeded":
+            name = "max_drift"
+            if self.max_drift is None:
+                name = "priority"
+            raise UserError(
+                f"experience.replay.{name}",
+                "reads log-probs, which experience.missing_logprobs = unneeded removes",
+                "use initial or current",
+                value=getattr(self, name),
+            )
         compares = config.algorithm.build().baseline == "group" and (config.rollout.group_size > 1 or config.follows)
         if self.priority != "none" and not compares:
             raise UserError(
@@ -305,10 +330,13 @@ class ReplayConfig(ConfigBlock):
                 value=self.priority,
             )
 
+    @property
+    def measures(self) -> bool:
+        """True if the replay reads measurements of the updates that trained on a group."""
+        return self.priority == "headroom" or self.max_drift is not None
+
     def _check_staleness(self, config: "Config") -> None:
-        """Refuses a limit of staleness that fresh groups exceed before the last update of their batch."""
-        if self.max_staleness is None:
-            return
+        """Refuses limits of staleness that fresh groups exceed before the last update of their batch."""
         updates = config.training.updates
         batches = max(-(-config.training.steps // updates), 1)
         why = "the staleness of fresh groups in the last update of their batch"
@@ -316,16 +344,23 @@ class ReplayConfig(ConfigBlock):
         # Between two syncs every batch is sampled with the same weights, also the batches in the place of stale ones.
         if regime.offline:
             why += " with regime.offline, whose sampler never gets new weights"
-        elif regime.sync_interval > 1:
-            batches = min(batches, regime.sync_interval)
-            why += f" with regime.sync_interval = {regime.sync_interval}"
         else:
-            batches = 1
+            delays = {"regime.sync_interval": regime.sync_interval - 1, "regime.sync_offset": regime.sync_offset}
+            assert config.experience is not None
+            if config.experience.late is not None:
+                delays["experience.late.shortest"] = config.experience.late.shortest
+            batches = min(batches, 1 + sum(delays.values()))
+            for name, delay in delays.items():
+                if delay:
+                    why += f" with {name} = {value_of(config, name)}"
         minimum = batches * updates - 1
-        if self.max_staleness < minimum:
-            raise UserError(
-                "experience.replay.max_staleness", f"must be at least {minimum}, {why}", value=self.max_staleness
-            )
+        names = ["experience.replay.max_staleness"]
+        if regime.mode == "sync" and not config.follows:  # these have a check of their own
+            names.append("regime.max_mean_staleness")
+        for name in names:
+            limit = value_of(config, name)
+            if limit is not None and limit < minimum:
+                raise UserError(name, f"must be at least {minimum}, {why}", value=limit)
 
 
 class RefillConfig(ConfigBlock):
@@ -378,6 +413,13 @@ class RegimeConfig(ConfigBlock):
         note="Only with regime.mode = async or experience.follow. Required with regime.mode = async.",
         ge=0,
     )
+    max_mean_staleness: Float | None = key(
+        None,
+        "Limit of the mean staleness of a batch's groups in its last update, in optimizer steps; newer groups take the"
+        " places of older ones",
+        note="Only with regime.mode = async or experience.follow or experience.replay.",
+        ge=0,
+    )
     generators: Int = key(
         1,
         "Processes that sample",
@@ -418,6 +460,9 @@ class RegimeConfig(ConfigBlock):
             refuse_without(config, process_keys, "regime.mode = async")
             if not config.follows:
                 refuse_without(config, ["regime.max_staleness"], "regime.mode = async", "experience.follow")
+                if config.experience is None or config.experience.replay is None:
+                    others = ["regime.mode = async", "experience.follow", "experience.replay"]
+                    refuse_without(config, ["regime.max_mean_staleness"], *others)
             return
         if config.rollout.engine is not None:
             refuse_with(config, process_keys, "rollout.engine")
@@ -444,8 +489,10 @@ class RegimeConfig(ConfigBlock):
         if updates > 1:
             why += f" and {updates} updates of each batch"
         minimum = batches * updates - 1
-        if limit < minimum:
-            raise UserError(staleness_key, f"must be at least {minimum}, the staleness due to {why}", value=limit)
+        for name in (staleness_key, "regime.max_mean_staleness"):
+            limit = value_of(config, name)
+            if limit is not None and limit < minimum:
+                raise UserError(name, f"must be at least {minimum}, the staleness due to {why}", value=limit)
 
 
 Grouping = Annotated[
@@ -545,7 +592,7 @@ class ExperienceConfig(ConfigBlock):
         updates = config.training.updates
         minimum = config.training.checkpoint_every - 1 + updates - 1
         more = " plus the other updates of its batch" if updates > 1 else ""
-        for name in ("regime.max_staleness", "experience.replay.max_staleness"):
+        for name in ("regime.max_staleness", "regime.max_mean_staleness", "experience.replay.max_staleness"):
             limit = value_of(config, name)
             if limit is not None and limit < minimum:
                 raise UserError(
