@@ -19,7 +19,7 @@ from recjax.config.fields import (
     value_of,
 )
 from recjax.errors import UserError
-from recjax.models.sampling import Sampling, TokenRecord
+from recjax.models.sampling import Sampling
 from recjax.runtime.passwords import has_password
 
 if TYPE_CHECKING:
@@ -121,6 +121,13 @@ class DriftConfig(ConfigBlock):
                         f"remove {name}",
                         value="exact",
                     )
+            if config.recording().kept_logprobs:
+                raise UserError(
+                    "rollout.drift.logprobs",
+                    "scores sampled tokens alone, and algorithm.score_centering reads others",
+                    "use sampled",
+                    value="exact",
+                )
 
 
 class RolloutConfig(ConfigBlock):
@@ -128,6 +135,13 @@ class RolloutConfig(ConfigBlock):
 
     prompts_per_step: Int = key(16, "Prompts in a batch; with task.seats, pairs of a prompt and a trained seat", ge=1)
     group_size: Int = key(8, "Completions of each prompt", ge=1)
+    oversample: Int = key(
+        0,
+        "Completions of each prompt sampled in addition; those with the most tokens are dropped, as if sampling stopped"
+        " when rollout.group_size have finished",
+        note="Not with task.agent or rollout.engine or experience.store.",
+        ge=0,
+    )
     max_prompt_tokens: Int | None = key(None, "Limit of a prompt's tokens; null: the data's longest prompt", ge=1)
     long_prompts: Literal["refuse", "drop"] = key(
         "refuse",
@@ -159,7 +173,7 @@ class RolloutConfig(ConfigBlock):
     recorded_top_k: Int = key(
         0,
         "Most likely tokens to record with their log-probs for each token, at 8 bytes each, for"
-        " algorithm.score_centering; 0: none",
+        " algorithm.score_centering; 0: none, as it reads the sets of kept_ids where cuts leave some",
         ge=0,
         le=4096,
     )
@@ -173,14 +187,17 @@ class RolloutConfig(ConfigBlock):
         """The distribution that a run samples from, and trains under."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
-    def recording(self) -> TokenRecord:
-        """The arrays that a sampler records of the distribution of each token."""
-        return TokenRecord(self.kept_ids, self.recorded_top_k)
-
     def check(self, config: "Config") -> None:
         """Refuses token limits that do not fit each other or the kind of run."""
         if not self.max_prompt_tokens:
             refuse_without(config, ["rollout.long_prompts"], "rollout.max_prompt_tokens")
+        if config.task.agent:
+            # A trajectory's end also depends on the time that tools and environment take.
+            refuse_with(config, ["rollout.oversample"], "task.agent")
+        if self.engine is not None:
+            refuse_with(config, ["rollout.oversample"], "rollout.engine")
+        if not config.samples_training_data:
+            refuse_with(config, ["rollout.oversample"], "experience.store")
         context_key = "rollout.max_context_tokens"
         limit = self.max_context_tokens
         if not config.has_trajectories:

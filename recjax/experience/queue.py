@@ -476,12 +476,11 @@ def _within_mean(ready: Sequence[Entry], order: Sequence[int], count: int, step:
     own = {index for index, entry in enumerate(ready) if oldest_version(entry.group) is not None}
     following = iter(order[count:])
     while own.intersection(taken) and np.mean([ages[index] for index in taken if index in own]) > limit:
-        stalest = max(taken, key=ages.__getitem__)
-        newer = next((index for index in following if ages[index] < ages[stalest]), None)
-        if newer is None:
+        replacement = next(following, None)
+        if replacement is None:
             return None
-        taken.remove(stalest)
-        taken.append(newer)
+        taken.remove(max(taken, key=ages.__getitem__))
+        taken.append(replacement)
     return taken
 
 

@@ -208,7 +208,7 @@ def padded(run: Run, groups: tuple[Group, ...]) -> Batch:
     batch = pad(groups, run.shape, logprobs=has_logprobs, turns=turns)
     top_tokens = 0
     if run.algorithm.score_centering:
-        top_tokens = config.rollout.recorded_top_k
+        top_tokens = config.known_tokens
     batch = with_top_tokens(batch, top_tokens)
     if run.teacher_prompts is None:
         return batch

@@ -219,6 +219,24 @@ CASES = [
         "remove rollout.recorded_top_k",
     ),
     ("algorithm.score_centering.coefficient=1.0", "algorithm.score_centering", "set rollout.recorded_top_k=128"),
+    (
+        ["algorithm.score_centering.coefficient=1.0", "rollout={top_k: 4, kept_ids: 0}"],
+        "algorithm.score_centering",
+        "set rollout.recorded_top_k=128",
+    ),
+    (
+        ["algorithm.score_centering.coefficient=1.0", "rollout.top_k=4", ENGINE],
+        "algorithm.score_centering",
+        "set rollout.recorded_top_k=128",
+    ),
+    (
+        [
+            "algorithm.score_centering.coefficient=1.0",
+            "rollout={top_k: 4, drift: {weights: int8, logprobs: exact}}",
+        ],
+        "rollout.drift.logprobs",
+        "algorithm.score_centering reads others",
+    ),
     ("algorithm.preset=score_centering", "algorithm.preset", "set rollout.recorded_top_k=128"),
     ("algorithm.observations.coefficient=0.1", "algorithm.observations", "completions of a single turn lack"),
     ("algorithm.preset=echo", "algorithm.preset = 'echo'", "completions of a single turn lack"),
@@ -397,6 +415,14 @@ CASES = [
             "8",
         )
         for more, limit, least in (([], 5, 6), (["training.steps=20"], 6, 7), ([*TWICE, "training.steps=99"], 14, 15))
+    ),
+    *(
+        ([*more, "rollout.oversample=2"], f"rollout.oversample = 2: does not work with {other}")
+        for other, more in (
+            ("task.agent", AGENT),
+            ("rollout.engine", [ENGINE]),
+            ("experience.store", [STORE]),
+        )
     ),
     (["regime.offline=true", "experience.replay.max_staleness=5"], "must be at least 6", "regime.offline"),
     (
