@@ -2,6 +2,7 @@
 
     python -m experiments.leaderboard                                    # all runs of the board, then its page
     python -m experiments.leaderboard --preset grpo --column late        # one row, one column
+    python -m experiments.leaderboard --loss mine:loss                   # your own whole loss, in mine.py
     python -m experiments.leaderboard --method "mine={preset: reinforce, weight: 'mine:fading'}"   # your own row
     python -m experiments.leaderboard --study regimes                    # six methods in all regimes
     python -m experiments.leaderboard --page                             # no runs: tables and pages
@@ -22,6 +23,8 @@ from experiments.claims.map import write_table
 from experiments.leaderboard import page, plan, runs
 from experiments.leaderboard.plan import Method
 from experiments.leaderboard.runs import Row
+from recjax.algorithms.axes import is_users
+from recjax.algorithms.presets import build_algorithm
 from recjax.errors import UserError
 from recjax.runtime.console import command
 
@@ -51,15 +54,34 @@ def own_method(text: str) -> Method:
     return Method(name, algorithm)
 
 
+def own_loss(name: str) -> Method:
+    """The row of `--loss module:function`: the function as objective, with the advantages of GRPO.
+
+    Raises:
+        UserError: no function can have this name, or the function is not an objective.
+    """
+    if not is_users(name) or "__" in name or "/" in name:
+        raise UserError("--loss", "takes module:function without / and __", "see docs/tutorials/add_a_loss.md", name)
+    method = Method(name.replace(":", "."), {"preset": "grpo", "objective": name})
+    build_algorithm("grpo", {"objective": name})
+    return method
+
+
+def own_rows() -> list[Method]:
+    """The rows of `--method` and `--loss`."""
+    return [own_method(text) for text in FLAGS.method] + [own_loss(name) for name in FLAGS.loss]
+
+
 def planned_rows(study: str) -> list[Row]:
     """The rows of a study, with the flags' choice of rows and columns."""
     methods = plan.methods_of(study)
     unknown = [name for name in FLAGS.preset if name not in {method.name for method in methods}]
     if unknown:
         raise UserError("--preset", f"the study {study} has no such row", value=unknown[0])
-    if FLAGS.preset or FLAGS.method:
+    own = own_rows()
+    if FLAGS.preset or own:
         methods = [method for method in methods if method.name in FLAGS.preset]
-    methods += [own_method(text) for text in FLAGS.method]
+    methods += own
     planned = plan.PLAN[study]
     columns = tuple(column for column in planned["columns"] if not FLAGS.column or column in FLAGS.column)
     return [Row(method, columns, SMOKE_SEEDS if FLAGS.smoke else planned["seeds"]) for method in methods]
@@ -115,7 +137,7 @@ def main(argv: list[str]) -> None:
     if len(table):
         write_table(table, TABLE)
         write_errors(all_rows(), table)
-    if FLAGS.method:
+    if FLAGS.method or FLAGS.loss:
         own = table_of_rows(rows, TABLE, {})
         print(page.board_text(pd.concat([table, own], ignore_index=True)))
         return
@@ -128,6 +150,9 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("preset", [], "Only this row; may be repeated.")
     flags.DEFINE_multi_enum("column", [], [*plan.COLUMNS], "Only this column; may be repeated.")
     flags.DEFINE_multi_string("method", [], "A row of your own, NAME={…}, an `algorithm` block; may be repeated.")
+    flags.DEFINE_multi_string(
+        "loss", [], "A row of your own loss, module:function as algorithm.objective takes it; may be repeated."
+    )
     flags.DEFINE_integer("workers", 1, "Processes, each with its own rows.", lower_bound=1)
     flags.DEFINE_bool("page", False, "Make no runs, only table and pages.")
     flags.DEFINE_bool("smoke", False, "Short runs in runs/leaderboard_smoke, and no page.")

@@ -34,7 +34,9 @@ class Row(NamedTuple):
 
 def is_compiled(config: Config) -> bool:
     """True if two compiled programs make the whole run: sampling from the policy, and one update of each batch."""
-    return config.experience is None and config.regime.mode == "sync" and config.training.updates == 1
+    if config.experience is not None or config.algorithm.build().needs_reference:
+        return False
+    return config.regime.mode == "sync" and config.training.updates == 1
 
 
 def write_base_policy(seed: int) -> None:

@@ -286,8 +286,7 @@ def axis_section(axis: str) -> str:
         ]
         said = inspect.getdoc(function).splitlines()[0].replace("|", "\\|") if function else OFF.get(axis, "Off.")
         lines.append(f"| `{name}` | {said} | {', '.join(options)} |")
-    if axis in READABLE:
-        lines.append(f"\nYour own function may read {', '.join(f'`{name}`' for name in READABLE[axis])}.")
+    lines.append(f"\nYour own function may read {', '.join(f'`{name}`' for name in READABLE[axis])}.")
     return "\n".join(lines) + "\n"
 
 

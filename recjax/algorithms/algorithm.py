@@ -40,9 +40,11 @@ class Algorithm:
     Instances are hashable, so jit takes them as static arguments. `presets.build_algorithm` makes one from names and
     options. A function's positional parameters name the values that it reads; `reading` lists these names. An axis that
     is None has no effect. Without an objective, the loss is the policy gradient: the reduction of `losses.token_loss`.
+    A user's `token_objective` takes the place of the policy gradient, regularizer and term in `losses.token_loss`.
     """
 
     objective: Axis | None = None
+    token_objective: Axis | None = None
     selection: Axis | None = None
     advantage: Axis = GROUP_MEAN
     anchor: Axis = BEHAVIOR_ANCHOR
@@ -73,7 +75,8 @@ class Algorithm:
         """True if the loss reads any of `names`."""
         read = values_read(self.selection, self.advantage, self.clip, self.mask)
         read |= values_read(self.row_weight, self.token_weight, self.correction)
-        read |= values_read(self.regularizer, self.term, self.unbiased_reference_kl, self.log_ratio_penalty)
+        read |= values_read(self.token_objective, self.regularizer, self.term)
+        read |= values_read(self.unbiased_reference_kl, self.log_ratio_penalty)
         if self.correction is not None or not RATIO.isdisjoint(read):
             read |= values_read(self.anchor)
         if not RATIO.isdisjoint(values_read(self.mask)):
@@ -165,14 +168,16 @@ class Algorithm:
     def relates_rows(self) -> bool:
         """True if the loss relates the rows of a completion, which must then be in one micro-batch."""
         read = values_read(self.ratio, self.clip, self.mask, self.token_weight)
-        read |= values_read(self.correction, self.log_ratio_penalty, self.regularizer, self.term, self.reduction)
+        read |= values_read(self.correction, self.log_ratio_penalty, self.token_objective)
+        read |= values_read(self.regularizer, self.term, self.reduction)
         return self.compares_completions or "trajectories" in read
 
     @property
     def needs_reference(self) -> bool:
         """True if the loss reads the log-probs of a reference policy."""
         has_kl = self.reference_kl is not None or self.unbiased_reference_kl is not None
-        reads_logprobs = self.is_anchored_at_reference or "reference_logprobs" in values_read(self.term)
+        read = values_read(self.term, self.token_objective)
+        reads_logprobs = self.is_anchored_at_reference or "reference_logprobs" in read
         return has_kl or reads_logprobs or self.reads("scored_reference_kl")
 
     @property
@@ -183,4 +188,4 @@ class Algorithm:
     @property
     def reads_teacher_logprobs(self) -> bool:
         """True if the advantages or the loss read a teacher's log-probs of the sampled tokens."""
-        return self.distillation is not None or "teacher_logprobs" in values_read(self.term)
+        return self.distillation is not None or "teacher_logprobs" in values_read(self.term, self.token_objective)

@@ -144,8 +144,9 @@ _WHOLE_BATCH = list(WHOLE_BATCH)
 _BEFORE_ADVANTAGES = [name for name in _EVERYWHERE if name != "advantages"]
 _BEFORE_SCORING = [name for name in _BEFORE_ADVANTAGES + _WHOLE_BATCH if name not in RESCORED]
 _BEFORE_RATIO = [name for name in _MICRO_BATCH if name != "ratio"]
-# Values that a user's own function may read, by axis. The axis `objective` takes no functions of users.
+# Values that a user's own function may read, by axis.
 READABLE = {
+    "objective": [*_EVERYWHERE, "logprobs", "behavior_logprobs", "proximal_logprobs", "ratio", *TERMS],
     "selection": ["key", *_BEFORE_SCORING],
     "advantage": _BEFORE_SCORING + sorted(RESCORED),
     "anchor": [*_EVERYWHERE, "logprobs", "behavior_logprobs", "proximal_logprobs"],
@@ -187,18 +188,13 @@ def function_of(axis: str, name: Any) -> Callable | None:
     """
     key = f"{axis}.name"
     table = AXES[axis]
-    names = ", ".join(table)
     if is_users(name):
-        if axis not in READABLE:
-            raise UserError(key, f"must be one of {names}", value=name)
         function = name
         if not callable(name):
             function = user_function(key, name)
         check_names(key, str(name), function, READABLE[axis])
         return function
     if not isinstance(name, str) or name not in table:
-        others = ""
-        if axis in READABLE:
-            others = ", or your own module:function"
-        raise UserError(key, "unknown", f"takes one of {names}{others}{did_you_mean(name, table)}", name)
+        remedy = f"takes one of {', '.join(table)}, or your own module:function{did_you_mean(name, table)}"
+        raise UserError(key, "unknown", remedy, name)
     return table[name]

@@ -6,6 +6,7 @@ The functions of an axis are plain functions of arrays, and read different array
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +52,7 @@ class Axis:
             values[name] = getattr(container, name)
         result = self.apply(**values)
         if self.users:
-            if self.users != "reduction":
-                result = jnp.asarray(result)  # a user's function may return a NumPy array or a list
-            _check_result(self, result, tokens, rows)
+            return _checked_result(self, result, tokens)
         return result
 
     def apply(self, **values: Any) -> Any:
@@ -199,13 +198,13 @@ def _small_values(axis: Axis) -> tuple[Tokens, Rows]:
     return tokens, rows
 
 
-def _check_result(axis: Axis, result: Any, tokens: Tokens, rows: Rows) -> None:
-    """Checks the shape and the dtype of the result of a user's function."""
+def _checked_result(axis: Axis, result: Any, tokens: Tokens) -> Any:
+    """Checks the shape and the dtype of the result of a user's function; returns it as arrays."""
     if axis.users == "reduction":
-        _check_sum_and_count(axis, result)
-        return
+        return _checked_sum_and_count(axis, result)
+    result = _as_array(axis, result)
     if tokens.completion_mask is None:
-        return  # `losses.row_terms` without a mask, whose number of tokens is unknown
+        return result  # `losses.row_terms` without a mask, whose number of tokens is unknown
     batch, time = tokens.completion_mask.shape
     sizes = {"[batch]": (batch,), "[batch, time]": (batch, time), "[batch, 1]": (batch, 1)}
     is_mask = axis.users in ("selection", "clip", "mask")
@@ -213,7 +212,7 @@ def _check_result(axis: Axis, result: Any, tokens: Tokens, rows: Rows) -> None:
         allowed = ["[batch]"]
     elif axis.users == "advantage" or (axis.users == "weight" and axis.reads_whole_batch):
         allowed = ["[batch]", "[batch, time]"]
-    elif axis.users == "anchor" or (is_mask and axis.reads_whole_batch):
+    elif axis.users in ("anchor", "objective") or (is_mask and axis.reads_whole_batch):
         allowed = ["[batch, time]"]
     else:
         allowed = ["[batch, time]", "[batch, 1]"]
@@ -222,9 +221,9 @@ def _check_result(axis: Axis, result: Any, tokens: Tokens, rows: Rows) -> None:
         is_kind = result.dtype == bool
     else:
         kind = "numbers"
-        is_kind = result.dtype != bool and jnp.isrealobj(result)
+        is_kind = _has_numbers(result)
     if is_kind and any(result.shape == sizes[shape] for shape in allowed):
-        return
+        return result
     found = "a scalar"
     if result.ndim:
         names = {time: "time", batch: "batch"}
@@ -237,18 +236,39 @@ def _check_result(axis: Axis, result: Any, tokens: Tokens, rows: Rows) -> None:
     )
 
 
-def _check_sum_and_count(axis: Axis, result: Any) -> None:
-    """Checks that a user's reduction returns two scalars."""
-    is_pair = isinstance(result, tuple | list) and len(result) == 2
-    if is_pair and all(jnp.ndim(number) == 0 for number in result):
-        return
-    found = str(jax.tree.map(jnp.shape, result))
-    raise UserError("", f"must return a sum and a count, two scalars, and returns shapes {found}{_place(axis)}")
+def _checked_sum_and_count(axis: Axis, result: Any) -> tuple[jax.Array, jax.Array]:
+    """Checks that a user's reduction returns two scalars; returns them as arrays."""
+    if isinstance(result, tuple | list) and len(result) == 2:
+        total, count = (_as_array(axis, number) for number in result)
+        if all(number.ndim == 0 and _has_numbers(number) for number in (total, count)):
+            return total, count
+        found = f"shapes {total.shape}, {count.shape} and dtypes {total.dtype}, {count.dtype}"
+    else:
+        found = f"shape {_as_array(axis, result).shape}"
+    raise UserError("", f"must return a sum and a count, two scalars, and returns {found}{_place(axis)}")
+
+
+def _as_array(axis: Axis, result: Any) -> jax.Array:
+    """The result of a user's function, which may also be a NumPy array or a list, as an array."""
+    try:
+        return jnp.asarray(result)
+    except (TypeError, ValueError) as error:
+        raise UserError("", f"must return an array, and returns {result!r:.80}{_place(axis)}") from error
+
+
+def _has_numbers(result: jax.Array) -> bool:
+    return result.dtype != bool and jnp.isrealobj(result)
 
 
 def _place(axis: Axis) -> str:
-    """The file and line of a user's function, for messages; empty for a callable object."""
-    code = getattr(axis.function, "__code__", None)
+    """The file and line of a user's function, for messages; empty if they are unknown."""
+    function = axis.function
+    if isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)  # jit and other decorators
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
     if code is None:
         return ""
     return f" ({code.co_filename}:{code.co_firstlineno})"

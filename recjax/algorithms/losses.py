@@ -109,7 +109,7 @@ class TokenTerms(NamedTuple):
     ratio: ratio to the anchor, at the level of the axis `ratio`.
     advantages: [batch, 1] or [batch, time].
     clip: False where clip or mask drops the token.
-    coefficients: whole factor w · w_t · c_t · A · M_t, 0 where dropped or masked.
+    coefficients: whole factor w · w_t · c_t · A · M_t, 0 where dropped or masked, and with a user's own objective.
     """
 
     ratio: Float[Array, "batch time"]
@@ -207,9 +207,12 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
     weights = _row_weights(algorithm, tokens, rows, batch.minibatch)
     if first is not None:
         advantages = _copied_to_all_rows(advantages, first, kept)
-        weights = _copied_to_all_rows(weights, first, kept)
         tokens = tokens._replace(advantages=advantages)
         rows = rows._replace(kept=kept)
+        if weights.ndim == 2:
+            # Weights of tokens read the tokens of all rows, and so the advantages of all rows.
+            weights = _row_weights(algorithm, tokens, rows, batch.minibatch)
+        weights = _copied_to_all_rows(weights, first, kept)
     mask = _whole_batch_mask(algorithm, tokens, rows, batch.minibatch)
 
     # Advantages compare whole groups, but an update of a minibatch trains only its own rows.
@@ -433,12 +436,16 @@ def token_loss(
     tokens = _masked_tokens(algorithm, logprobs, behavior_logprobs, rows, completion_mask, scores=scores)
     row_values = _row_values(rows)
     gradient_terms, _ = _gradient_terms(algorithm, tokens, rows)
-    tokens = tokens._replace(advantages=gradient_terms.advantages, ratio=gradient_terms.ratio)
+    tokens = _with_ratio(algorithm, tokens._replace(advantages=gradient_terms.advantages), row_values)
     mask = tokens.completion_mask
     assert mask is not None and tokens.logprobs is not None
 
-    # The coefficients are constants, so the gradient is theirs times that of log π.
-    losses = -gradient_terms.coefficients * tokens.logprobs
+    if algorithm.token_objective is not None:
+        losses = algorithm.token_objective(tokens, row_values)
+    else:
+        # The coefficients are constants, so the gradient is theirs times that of log π.
+        losses = -gradient_terms.coefficients * tokens.logprobs
+    tokens = tokens._replace(ratio=gradient_terms.ratio)
     if algorithm.regularizer is not None:
         losses += algorithm.regularizer(tokens, row_values)
     if algorithm.term is not None:
@@ -685,14 +692,10 @@ def _gradient_terms(
         )
         tokens = tokens._replace(advantages=advantages)
 
-    # The ratio π/anchor.
-    anchor = behavior_logprobs
-    if algorithm.reads_ratio:
-        anchor = algorithm.anchor(tokens, row_values)
-    tokens = tokens._replace(anchor_logprobs=anchor, log_ratio=log_difference(logprobs, anchor, mask))
-    # Bounded only here: bounds on single tokens would change the ratio of a completion, which sums their logarithms.
-    ratio = bounded_exp(algorithm.ratio(tokens, row_values))
-    tokens = tokens._replace(ratio=ratio)
+    tokens = _with_ratio(algorithm, tokens, row_values)
+    anchor = tokens.anchor_logprobs
+    ratio = tokens.ratio
+    assert anchor is not None and ratio is not None
 
     # The weights, and the correction from the anchor to μ.
     weights = per_token(rows.weights)
@@ -708,6 +711,8 @@ def _gradient_terms(
 
     # The clip and the mask.
     clip = mask
+    if algorithm.token_objective is not None:
+        coefficients = jnp.zeros(mask.shape)
     if rows.mask is not None:
         clip = rows.mask
     if algorithm.clip is not None and not algorithm.clip.reads_whole_batch:
@@ -725,6 +730,18 @@ def _gradient_terms(
         coefficients=jnp.where(mask & clip, coefficients, 0.0),
     )
     return jax.lax.stop_gradient((terms, weights))
+
+
+def _with_ratio(algorithm: Algorithm, tokens: Tokens, row_values: Rows) -> Tokens:
+    """Adds the anchor and the ratio π/anchor, through which a gradient flows to the log-probs."""
+    anchor = tokens.behavior_logprobs
+    if algorithm.reads_ratio:
+        anchor = algorithm.anchor(tokens, row_values)
+    assert anchor is not None and tokens.logprobs is not None and tokens.completion_mask is not None
+    log_ratio = log_difference(tokens.logprobs, anchor, tokens.completion_mask)
+    tokens = tokens._replace(anchor_logprobs=anchor, log_ratio=log_ratio)
+    # Bounded only here: bounds on single tokens would change the ratio of a completion, which sums their logarithms.
+    return tokens._replace(ratio=bounded_exp(algorithm.ratio(tokens, row_values)))
 
 
 def _top_weights(
@@ -748,9 +765,7 @@ def _top_weights(
     if rows.mask is not None:
         factors = jnp.where(rows.mask, factors, 0.0)
     elif algorithm.mask is not None:
-        log_ratio = log_difference(tokens.logprobs, tokens.behavior_logprobs, mask)
-        is_kept = algorithm.mask(tokens._replace(log_ratio=log_ratio), row_values)
-        factors = jnp.where(is_kept, factors, 0.0)
+        factors = jnp.where(algorithm.mask(tokens, row_values), factors, 0.0)
 
     def weights_as_sampled(
         logprobs: Float[Array, "batch time"], behavior_logprobs: Float[Array, "batch time"]

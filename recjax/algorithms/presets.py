@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from recjax.algorithms.algorithm import TOKEN_RATIO, Algorithm, values_read
@@ -33,6 +33,8 @@ for _name, _preset in {**PAPER, **FIELD}.items():
     PRESETS[_name] = {axis: _block(change) for axis, change in _preset.changes.items()}
 # Axes that the pairwise objective does not read; its row weights depend on group-mean advantages.
 NOT_PAIRWISE = tuple(axis for axis in REINFORCE if axis not in ("objective", "selection", "weight"))
+# Axes that a user's own objective replaces.
+REPLACED = ("clip", "mask", "weight", "correction", "regularizer", "term", "score_centering")
 # Row weights of the pairwise objective: functions that read only advantages and kept rows.
 ROW_WEIGHTS = ["none"]
 for _name, _function in AXES["weight"].items():
@@ -72,10 +74,17 @@ def resolve(preset: str, overrides: Mapping[str, Change]) -> dict[str, dict[str,
         else:
             resolved[axis] = resolved_options(axis, axis, ADDED_TERMS[axis], options)
             _check_is_on(axis, options, resolved[axis]["coefficient"])
-    if resolved["objective"]["name"] == "pairwise_consistency":
-        _check_pairwise(changes, resolved["weight"]["name"])
-        return {axis: block for axis, block in resolved.items() if axis not in NOT_PAIRWISE}
-    return resolved
+    objective = resolved["objective"]["name"]
+    unread: tuple[str, ...] = ()
+    if objective == "pairwise_consistency":
+        unread = NOT_PAIRWISE
+        _check_unread(objective, unread, changes)
+        _check_row_weight(resolved["weight"]["name"])
+    elif is_users(objective):
+        unread = REPLACED
+        # The preset's own choices leave with its policy gradient.
+        _check_unread(str(objective), unread, {axis: _block(change) for axis, change in overrides.items()})
+    return {axis: block for axis, block in resolved.items() if axis not in unread}
 
 
 def _changed(preset: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Change]) -> dict[str, Mapping[str, Any]]:
@@ -107,12 +116,16 @@ def _check_is_on(term: str, options: Mapping[str, Any], coefficient: float) -> N
             raise UserError(f"{term}.{option}", problem, "set the coefficient", value)
 
 
-def _check_pairwise(changes: Mapping[str, Mapping[str, Any]], weight: str) -> None:
-    """Rejects changes of axes that the pairwise objective does not read."""
-    for axis in NOT_PAIRWISE:
+def _check_unread(objective: str, unread: Iterable[str], changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Rejects changes of axes that an objective does not read."""
+    for axis in unread:
         if changes.get(axis):
-            problem = "the objective 'pairwise_consistency' does not read this axis"
+            problem = f"the objective {objective!r} does not read this axis"
             raise UserError(axis, problem, "remove it", dict(changes[axis]))
+
+
+def _check_row_weight(weight: str) -> None:
+    """Rejects weights of single tokens, which a comparison of completions cannot have."""
     if weight not in ROW_WEIGHTS:
         raise UserError("weight.name", f"the objective takes one of {', '.join(ROW_WEIGHTS)}", value=weight)
 
@@ -167,6 +180,8 @@ def build_algorithm(preset: str, overrides: Mapping[str, Change]) -> Algorithm:
         field = name
         if name == "weight":
             field = "row_weight" if axis.reads_whole_batch else "token_weight"
+        elif name == "objective" and axis.users:
+            field = "token_objective"
         chosen[field] = axis
     algorithm = Algorithm(**chosen)
     _check_read(algorithm, {name: _block(change) for name, change in overrides.items()})

@@ -19,7 +19,7 @@ from recjax.config.fields import (
     value_of,
 )
 from recjax.errors import UserError
-from recjax.models.sampling import Sampling, TokenRecord
+from recjax.models.sampling import Sampling
 from recjax.runtime.passwords import has_password
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ DialectName = Annotated[
     str, spelled("recjax|vllm|sglang|llamacpp|.*:.*", "takes recjax, vllm, sglang, llamacpp or module:name")
 ]
 DriftKind = Literal["int8", "int4", "float8", "noise"]
-Priority = Literal["none", "reward_spread", "absolute_advantage"]
+Priority = Literal["none", "reward_spread", "absolute_advantage", "headroom"]
 
 
 class EngineConfig(ConfigBlock):
@@ -121,6 +121,13 @@ class DriftConfig(ConfigBlock):
                         f"remove {name}",
                         value="exact",
                     )
+            if config.recording().kept_logprobs:
+                raise UserError(
+                    "rollout.drift.logprobs",
+                    "scores sampled tokens alone, and algorithm.score_centering reads others",
+                    "use sampled",
+                    value="exact",
+                )
 
 
 class RolloutConfig(ConfigBlock):
@@ -128,6 +135,13 @@ class RolloutConfig(ConfigBlock):
 
     prompts_per_step: Int = key(16, "Prompts in a batch; with task.seats, pairs of a prompt and a trained seat", ge=1)
     group_size: Int = key(8, "Completions of each prompt", ge=1)
+    oversample: Int = key(
+        0,
+        "Completions of each prompt sampled in addition; those with the most tokens are dropped, as if sampling stopped"
+        " when rollout.group_size have finished",
+        note="Not with task.agent or rollout.engine or experience.store.",
+        ge=0,
+    )
     max_prompt_tokens: Int | None = key(None, "Limit of a prompt's tokens; null: the data's longest prompt", ge=1)
     long_prompts: Literal["refuse", "drop"] = key(
         "refuse",
@@ -159,7 +173,7 @@ class RolloutConfig(ConfigBlock):
     recorded_top_k: Int = key(
         0,
         "Most likely tokens to record with their log-probs for each token, at 8 bytes each, for"
-        " algorithm.score_centering; 0: none",
+        " algorithm.score_centering; 0: none, as it reads the sets of kept_ids where cuts leave some",
         ge=0,
         le=4096,
     )
@@ -173,14 +187,17 @@ class RolloutConfig(ConfigBlock):
         """The distribution that a run samples from, and trains under."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
-    def recording(self) -> TokenRecord:
-        """The arrays that a sampler records of the distribution of each token."""
-        return TokenRecord(self.kept_ids, self.recorded_top_k)
-
     def check(self, config: "Config") -> None:
         """Refuses token limits that do not fit each other or the kind of run."""
         if not self.max_prompt_tokens:
             refuse_without(config, ["rollout.long_prompts"], "rollout.max_prompt_tokens")
+        if config.task.agent:
+            # A trajectory's end also depends on the time that tools and environment take.
+            refuse_with(config, ["rollout.oversample"], "task.agent")
+        if self.engine is not None:
+            refuse_with(config, ["rollout.oversample"], "rollout.engine")
+        if not config.samples_training_data:
+            refuse_with(config, ["rollout.oversample"], "experience.store")
         context_key = "rollout.max_context_tokens"
         limit = self.max_context_tokens
         if not config.has_trajectories:
@@ -258,7 +275,15 @@ class ReplayConfig(ConfigBlock):
         ge=1,
     )
     half_life: Float | None = key(None, "Optimizer steps after which a group's chance halves; null: never", gt=0)
+    max_drift: Float | None = key(
+        None,
+        "Limit of a group's drift at its last use, the mean of (log π − log μ)² over its tokens; null: no limit",
+        ge=0,
+    )
     priority: Priority = key("none", "Quantity that a group's chance is proportional to")
+    order: Literal["sampled", "highest"] = key(
+        "sampled", "Groups of a step: sampled by their chance, or those with the highest chance"
+    )
     keep_no_signal: Bool = key(
         False, "Keep groups from which the algorithm learns nothing, such as those with equal rewards"
     )
@@ -296,6 +321,23 @@ class ReplayConfig(ConfigBlock):
                 value=self.capacity,
             )
         self._check_staleness(config)
+        if self.order == "highest" and self.priority == "none" and self.half_life is None:
+            raise UserError(
+                "experience.replay.order",
+                "has nothing to order by",
+                "set experience.replay.priority or half_life",
+                value=self.order,
+            )
+        if self.measures and experience.missing_logprobs == "unneeded":
+            name = "max_drift"
+            if self.max_drift is None:
+                name = "priority"
+            raise UserError(
+                f"experience.replay.{name}",
+                "reads log-probs, which experience.missing_logprobs = unneeded removes",
+                "use initial or current",
+                value=getattr(self, name),
+            )
         compares = config.algorithm.build().baseline == "group" and (config.rollout.group_size > 1 or config.follows)
         if self.priority != "none" and not compares:
             raise UserError(
@@ -305,10 +347,13 @@ class ReplayConfig(ConfigBlock):
                 value=self.priority,
             )
 
+    @property
+    def measures(self) -> bool:
+        """True if the replay reads measurements of the updates that trained on a group."""
+        return self.priority == "headroom" or self.max_drift is not None
+
     def _check_staleness(self, config: "Config") -> None:
-        """Refuses a limit of staleness that fresh groups exceed before the last update of their batch."""
-        if self.max_staleness is None:
-            return
+        """Refuses limits of staleness that fresh groups exceed before the last update of their batch."""
         updates = config.training.updates
         batches = max(-(-config.training.steps // updates), 1)
         why = "the staleness of fresh groups in the last update of their batch"
@@ -316,16 +361,23 @@ class ReplayConfig(ConfigBlock):
         # Between two syncs every batch is sampled with the same weights, also the batches in the place of stale ones.
         if regime.offline:
             why += " with regime.offline, whose sampler never gets new weights"
-        elif regime.sync_interval > 1:
-            batches = min(batches, regime.sync_interval)
-            why += f" with regime.sync_interval = {regime.sync_interval}"
         else:
-            batches = 1
+            delays = {"regime.sync_interval": regime.sync_interval - 1, "regime.sync_offset": regime.sync_offset}
+            assert config.experience is not None
+            if config.experience.late is not None:
+                delays["experience.late.shortest"] = config.experience.late.shortest
+            batches = min(batches, 1 + sum(delays.values()))
+            for name, delay in delays.items():
+                if delay:
+                    why += f" with {name} = {value_of(config, name)}"
         minimum = batches * updates - 1
-        if self.max_staleness < minimum:
-            raise UserError(
-                "experience.replay.max_staleness", f"must be at least {minimum}, {why}", value=self.max_staleness
-            )
+        names = ["experience.replay.max_staleness"]
+        if regime.mode == "sync" and not config.follows:  # these have a check of their own
+            names.append("regime.max_mean_staleness")
+        for name in names:
+            limit = value_of(config, name)
+            if limit is not None and limit < minimum:
+                raise UserError(name, f"must be at least {minimum}, {why}", value=limit)
 
 
 class RefillConfig(ConfigBlock):
@@ -378,6 +430,13 @@ class RegimeConfig(ConfigBlock):
         note="Only with regime.mode = async or experience.follow. Required with regime.mode = async.",
         ge=0,
     )
+    max_mean_staleness: Float | None = key(
+        None,
+        "Limit of the mean staleness of a batch's groups in its last update, in optimizer steps; newer groups take the"
+        " places of older ones",
+        note="Only with regime.mode = async or experience.follow or experience.replay.",
+        ge=0,
+    )
     generators: Int = key(
         1,
         "Processes that sample",
@@ -418,6 +477,9 @@ class RegimeConfig(ConfigBlock):
             refuse_without(config, process_keys, "regime.mode = async")
             if not config.follows:
                 refuse_without(config, ["regime.max_staleness"], "regime.mode = async", "experience.follow")
+                if config.experience is None or config.experience.replay is None:
+                    others = ["regime.mode = async", "experience.follow", "experience.replay"]
+                    refuse_without(config, ["regime.max_mean_staleness"], *others)
             return
         if config.rollout.engine is not None:
             refuse_with(config, process_keys, "rollout.engine")
@@ -444,8 +506,10 @@ class RegimeConfig(ConfigBlock):
         if updates > 1:
             why += f" and {updates} updates of each batch"
         minimum = batches * updates - 1
-        if limit < minimum:
-            raise UserError(staleness_key, f"must be at least {minimum}, the staleness due to {why}", value=limit)
+        for name in (staleness_key, "regime.max_mean_staleness"):
+            limit = value_of(config, name)
+            if limit is not None and limit < minimum:
+                raise UserError(name, f"must be at least {minimum}, the staleness due to {why}", value=limit)
 
 
 Grouping = Annotated[
@@ -545,7 +609,7 @@ class ExperienceConfig(ConfigBlock):
         updates = config.training.updates
         minimum = config.training.checkpoint_every - 1 + updates - 1
         more = " plus the other updates of its batch" if updates > 1 else ""
-        for name in ("regime.max_staleness", "experience.replay.max_staleness"):
+        for name in ("regime.max_staleness", "regime.max_mean_staleness", "experience.replay.max_staleness"):
             limit = value_of(config, name)
             if limit is not None and limit < minimum:
                 raise UserError(

@@ -40,7 +40,7 @@ from recjax.config.optimizers import (
 )
 from recjax.config.tasks import GradingConfig, TaskConfig, named_task
 from recjax.errors import UserError
-from recjax.models.sampling import Sampling
+from recjax.models.sampling import Sampling, TokenRecord
 
 if TYPE_CHECKING:
     import optax
@@ -62,7 +62,9 @@ class AlgorithmConfig(ConfigBlock):
     """
 
     preset: str = key("grpo", "Name of a preset; `python -m recjax.objectives` lists them")
-    objective: dict[str, Any] = key(dict, "Terms that the loss sums: tokens, or pairs of completions")
+    objective: dict[str, Any] = key(
+        dict, "Terms that the loss sums: tokens, pairs of completions, or your own loss of each token"
+    )
     selection: dict[str, Any] = key(dict, "Completions to train on")
     advantage: dict[str, Any] = key(dict, "Advantages from rewards")
     anchor: dict[str, Any] = key(dict, "Policy in the ratio's denominator")
@@ -154,7 +156,7 @@ class AlgorithmConfig(ConfigBlock):
                 "set that, or remove this key",
                 value=config.model.reference,
             )
-        if algorithm.score_centering is not None and not config.rollout.recorded_top_k:
+        if algorithm.score_centering is not None and not config.known_tokens:
             self._refuse(
                 "score_centering",
                 "reads the sampler's most likely tokens, which are not recorded",
@@ -770,6 +772,25 @@ class Config(ConfigBlock):
         groups = self.rollout.prompts_per_step - self.stored_groups
         stored_completions = round(self._mixed_share("group") * self.rollout.group_size)
         return groups, self.rollout.group_size - stored_completions
+
+    def recording(self) -> TokenRecord:
+        """The arrays that a sampler records of the distribution of each token."""
+        rollout = self.rollout
+        # Servers report the sets without log-probs.
+        centers_sets = not rollout.recorded_top_k and rollout.engine is None
+        if centers_sets:
+            centers_sets = self.algorithm.build().score_centering is not None
+        return TokenRecord(rollout.kept_ids, rollout.recorded_top_k, kept_logprobs=centers_sets)
+
+    @property
+    def known_tokens(self) -> int:
+        """Number of tokens that `algorithm.score_centering` reads of each token's distribution, at most."""
+        return self.recording().known_tokens(self.rollout.sampling())
+
+    @property
+    def drawn_completions(self) -> int:
+        """Number of completions that the policy samples for a group, with those that `rollout.oversample` drops."""
+        return self.own_counts[1] + self.rollout.oversample
 
     def _mixed_share(self, unit: str) -> float:
         """The share of a store in every batch or group; 0 if the run mixes none, or by the other unit."""

@@ -617,7 +617,7 @@ class TaskConfig(OneTask):
                 f"must be a multiple of the {len(trained)} seats to train on, each of which has its own groups",
                 value=config.rollout.prompts_per_step,
             )
-        for name in ("regime.max_staleness", "experience.replay.max_staleness"):
+        for name in ("regime.max_staleness", "regime.max_mean_staleness", "experience.replay.max_staleness"):
             if value_of(config, name) is not None and any(player != POLICY for player in players):
                 raise UserError(
                     "task.train_seats",

@@ -19,7 +19,7 @@ from recjax.experience.group import (
     turn_rewards,
 )
 from recjax.experience.recorded import join_recorded, missing_value
-from recjax.models.sampling import TOP_IDS, TOP_LOGPROBS
+from recjax.models.sampling import KEPT_LOGPROBS, TOP_IDS, TOP_LOGPROBS
 
 FOREIGN = -1  # policy version of rows that another model sampled
 
@@ -449,19 +449,27 @@ def to_learn_from(batch: Batch, task: TaskConfig) -> Batch:
 
 
 def with_top_tokens(batch: Batch, count: int) -> Batch:
-    """The batch with the `count` most likely recorded tokens of each token, or without any if `count` is 0."""
-    recorded = {name: values for name, values in batch.recorded.items() if name not in (TOP_IDS, TOP_LOGPROBS)}
+    """The batch with the `count` most likely recorded tokens of each token, or without any if `count` is 0.
+
+    A token without such a record has the ids of its recorded set, if the set's log-probs are recorded.
+    """
+    removed = (TOP_IDS, TOP_LOGPROBS, KEPT_LOGPROBS)
+    recorded = {name: values for name, values in batch.recorded.items() if name not in removed}
     if not count:
         return batch._replace(recorded=recorded)
     # One shape for all batches, as completions of a store may have records of a different size, or none.
     shape = (*batch.completions.shape, count)
-    recorded[TOP_IDS] = np.full(shape, -1, np.int32)
-    recorded[TOP_LOGPROBS] = np.full(shape, np.nan, np.float32)
-    for name in (TOP_IDS, TOP_LOGPROBS):
-        if name in batch.recorded:
-            known = batch.recorded[name][..., :count]
-            recorded[name][..., : known.shape[-1]] = known
-    return batch._replace(recorded=recorded)
+    top_ids = np.full(shape, -1, np.int32)
+    top_logprobs = np.full(shape, np.nan, np.float32)
+    for ids_name, logprobs_name in ((TOP_IDS, TOP_LOGPROBS), ("kept_ids", KEPT_LOGPROBS)):
+        if logprobs_name not in batch.recorded:
+            continue
+        logprobs = batch.recorded[logprobs_name][..., :count]
+        columns = slice(logprobs.shape[-1])
+        is_new = (top_ids < 0).all(-1, keepdims=True) & ~np.isnan(logprobs)
+        top_ids[..., columns] = np.where(is_new, batch.recorded[ids_name][..., columns], top_ids[..., columns])
+        top_logprobs[..., columns] = np.where(is_new, logprobs, top_logprobs[..., columns])
+    return batch._replace(recorded=recorded | {TOP_IDS: top_ids, TOP_LOGPROBS: top_logprobs})
 
 
 def with_teacher_prompts(batch: Batch, rows: Sequence[int], prompts: Sequence[np.ndarray | None], room: int) -> Batch:

@@ -84,7 +84,8 @@ class Completion(NamedTuple):
     version_runs: pairs (policy version, number of tokens) for the sampled tokens of all rows in order, if the weights
         changed during sampling; empty: all tokens have `policy_version`.
     turns: turns of an agent's trajectory, in order; empty: the tokens of its only row are a single turn.
-    metadata: JSON values from the source, by name; `task` of a mixture, `seat` of an agent with seats.
+    metadata: JSON values from the source, by name; `task` of a mixture, `seat` of an agent with seats,
+        `dropped_tokens` with `rollout.oversample`.
     """
 
     id: str

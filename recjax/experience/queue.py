@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Bool, Float
 
 from recjax.config import Config, ExperienceConfig, LateConfig, ReplayConfig
 from recjax.experience import replay
-from recjax.experience.group import Grade, Group, oldest_version, with_grades
+from recjax.experience.batch import Batch
+from recjax.experience.group import Grade, Group, group_staleness, oldest_version, with_grades
 from recjax.experience.replay import Entry, Judge
 from recjax.tasks.problems import problem_key
 
@@ -29,7 +31,16 @@ IDLE_ROUNDS = 100
 
 # Reasons for removing completions and groups before their first or last use.
 LOST = ("rows_without_reward", "groups_without_reward", "rewards_too_late")
-LEFT = ("capacity", "stale", "stale_tokens", "used_up", "no_signal", "no_signal_completions", "no_signal_tokens")
+LEFT = (
+    "capacity",
+    "stale",
+    "stale_tokens",
+    "drift",
+    "used_up",
+    "no_signal",
+    "no_signal_completions",
+    "no_signal_tokens",
+)
 
 
 class Settings(NamedTuple):
@@ -39,6 +50,7 @@ class Settings(NamedTuple):
     sampling_interval: rounds from one batch that the policy samples to the next.
     late: delays of rewards in addition to `offset`, and their deadline.
     replay: True to sample from the ready groups at random; False to take them in order.
+    mean_staleness: limit of the mean staleness of the groups that a step takes.
     replaces: True to take new groups first, and to sample trained groups only in the places of missing new ones.
     oldest_first: True to take groups with the oldest weights first; False to take them in order of arrival.
     limits: limits for ready groups; see `ONCE` for the limits without replay.
@@ -57,6 +69,7 @@ class Settings(NamedTuple):
     judge: Judge = Judge()
     idle_rounds: float = math.inf
     replaces: bool = False
+    mean_staleness: float = math.inf
 
 
 def settings_of(config: Config) -> Settings:
@@ -78,6 +91,9 @@ def settings_of(config: Config) -> Settings:
     if bounds:
         # A batch is taken at its first update, and its last one must be within the limit.
         limits = limits.model_copy(update={"max_staleness": min(bounds) - (config.training.updates - 1)})
+    mean_staleness = math.inf
+    if regime.max_mean_staleness is not None:
+        mean_staleness = regime.max_mean_staleness - (config.training.updates - 1)
     longest_delay = regime.sync_offset + late.longest
     if experience.refill is None:
         idle_rounds = longest_delay + interval * IDLE_ROUNDS + 1
@@ -96,6 +112,7 @@ def settings_of(config: Config) -> Settings:
         newest=newest,
         idle_rounds=idle_rounds,
         replaces=experience.replay is not None and experience.refill is not None,
+        mean_staleness=mean_staleness,
     )
 
 
@@ -398,12 +415,41 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
     """
     # Groups may have aged since they became ready: other groups were trained on first.
     queue = _with_ready(queue, replay.fresh(queue.ready, step, settings.limits), queue.ready, "stale")
+    queue = _with_ready(queue, replay.near(queue.ready, settings.limits), queue.ready, "drift")
     ready = queue.ready
     if len(ready) < count:
         return queue, None
+    order = _order(ready, count, step, seed, settings)
+    taken = _within_mean(ready, order, count, step, settings.mean_staleness)
+    if taken is None:
+        return queue, None
+    passed_over = set()
     if settings.replay:
-        taken = _sampled(ready, count, step, seed, settings)
-    elif settings.oldest_first:
+        taken = sorted(taken)
+    elif taken:
+        # Older groups would be too old in later batches as well.
+        passed_over = set(order[: order.index(taken[-1])]).difference(taken)
+    groups = [ready[index].group for index in taken]
+    used = list(ready)
+    for index in taken:
+        used[index] = used[index]._replace(used=used[index].used + 1)
+    current = [entry for index, entry in enumerate(used) if index not in passed_over]
+    queue = _with_ready(queue, current, used, "stale")
+    remaining = [entry for entry in current if entry.used < settings.limits.max_reuse]
+    return _with_ready(queue, remaining, current, "used_up"), groups
+
+
+def _order(ready: Sequence[Entry], count: int, step: int, seed: int, settings: Settings) -> list[int]:
+    """The indices of the ready entries, in the order in which a step would take them."""
+    if settings.replay:
+        new = []
+        if settings.replaces:
+            new = [index for index, entry in enumerate(ready) if not entry.used][:count]
+        others = [index for index in range(len(ready)) if index not in new]
+        entries = [ready[index] for index in others]
+        order = replay.order_entries(entries, step=step, seed=seed, limits=settings.limits, judge=settings.judge)
+        return new + [others[index] for index in order]
+    if settings.oldest_first:
         # Generators finish batches in any order; groups of other models have no version and go first.
         versions = []
         for entry in ready:
@@ -411,32 +457,75 @@ def take(queue: Queue, count: int, step: int, seed: int, settings: Settings) -> 
             if version is None:
                 version = 0
             versions.append(version)
-        taken = sorted(range(len(ready)), key=versions.__getitem__)[:count]
-    else:
-        taken = list(range(count))
-    groups = [ready[index].group for index in taken]
-    used = list(ready)
-    for index in taken:
-        used[index] = used[index]._replace(used=used[index].used + 1)
-    remaining = [entry for entry in used if entry.used < settings.limits.max_reuse]
-    return _with_ready(queue, remaining, used, "used_up"), groups
+        return sorted(range(len(ready)), key=versions.__getitem__)
+    return list(range(len(ready)))
 
 
-def _sampled(ready: Sequence[Entry], count: int, step: int, seed: int, settings: Settings) -> list[int]:
-    """The sorted indices of the entries that replay takes: new ones first if it replaces, and sampled ones."""
-    new = []
-    if settings.replaces:
-        new = [index for index, entry in enumerate(ready) if not entry.used][:count]
-    others = [index for index in range(len(ready)) if index not in new]
-    sampled = replay.sample_entries(
-        [ready[index] for index in others],
-        count - len(new),
-        step=step,
-        seed=seed,
-        limits=settings.limits,
-        judge=settings.judge,
-    )
-    return sorted(new + [others[index] for index in sampled])
+def _within_mean(ready: Sequence[Entry], order: Sequence[int], count: int, step: int, limit: float) -> list[int] | None:
+    """The first `count` indices, in which later groups replace the stalest ones until the mean staleness is allowed.
+
+    Groups of other models have no staleness and do not count.
+
+    Returns:
+        None if no replacement meets the limit.
+    """
+    taken = list(order[:count])
+    if math.isinf(limit):
+        return taken
+    ages = [group_staleness(entry.group, step) for entry in ready]
+    own = {index for index, entry in enumerate(ready) if oldest_version(entry.group) is not None}
+    following = iter(order[count:])
+    while own.intersection(taken) and np.mean([ages[index] for index in taken if index in own]) > limit:
+        replacement = next(following, None)
+        if replacement is None:
+            return None
+        taken.remove(max(taken, key=ages.__getitem__))
+        taken.append(replacement)
+    return taken
+
+
+def with_measures(
+    queue: Queue,
+    groups: Sequence[Group],
+    batch: Batch,
+    logprobs: Float[np.ndarray, "batch time"],
+    advantages: Float[np.ndarray, "batch #time"],
+    rows: Bool[np.ndarray, " batch"] | None = None,
+) -> Queue:
+    """The queue with headroom and drift of the groups that an update has trained on.
+
+    Args:
+        groups: groups of the batch.
+        batch: the groups, as the update read them.
+        logprobs: log π before the update.
+        advantages: advantages of the update.
+        rows: rows of the update's minibatch; None: all.
+    """
+    mask = batch.completion_mask
+    if rows is not None:
+        mask = mask & rows[:, None]
+    measures = {}
+    for number, group in enumerate(groups):
+        tokens = mask & (batch.group_ids == number)[:, None]
+        own_advantages = np.broadcast_to(advantages, mask.shape)[tokens]
+        measures[_ids(group)] = (
+            replay.headroom(logprobs[tokens], own_advantages),
+            replay.drift(logprobs[tokens], batch.behavior_logprobs[tokens]),
+        )
+    ready = []
+    for entry in queue.ready:
+        headroom, drift = measures.get(_ids(entry.group), (None, None))
+        if headroom is not None:
+            entry = entry._replace(headroom=headroom)
+        if drift is not None:
+            entry = entry._replace(drift=drift)
+        ready.append(entry)
+    return queue._replace(ready=tuple(ready))
+
+
+def _ids(group: Group) -> tuple[str, ...]:
+    """Ids of the completions, which tell groups apart also after a resume: a followed store may repeat groups' ids."""
+    return tuple(completion.id for completion in group.completions)
 
 
 def replaced(queue: Queue, before: Sequence[Group], after: Sequence[Group]) -> Queue:
@@ -488,7 +577,7 @@ def to_plain(queue: Queue) -> tuple[list[Group], dict[str, Any]]:
     groups += [entry.group for entry in queue.ready]
     plain = queue._asdict()
     plain["waiting"] = [[entry.due, entry.round] for entry in queue.waiting]
-    plain["ready"] = [[entry.added, entry.used] for entry in queue.ready]
+    plain["ready"] = [list(entry[1:]) for entry in queue.ready]
     return groups, plain
 
 
@@ -499,8 +588,8 @@ def from_plain(groups: Sequence[Group], plain: dict[str, Any]) -> Queue:
     for group, (due, round_) in zip(groups[:count], plain["waiting"], strict=True):
         waiting.append(Waiting(group, tuple(due), round_))
     ready = []
-    for group, (added, used) in zip(groups[count:], plain["ready"], strict=True):
-        ready.append(Entry(group, added, used))
+    for group, values in zip(groups[count:], plain["ready"], strict=True):
+        ready.append(Entry(group, *values))
     return Queue(
         round=plain["round"],
         waiting=tuple(waiting),

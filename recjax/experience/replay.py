@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from recjax.config import Config, ReplayConfig, TaskConfig
 from recjax.experience.group import Group, group_staleness, rewards, turn_rewards
@@ -12,11 +13,54 @@ _EPSILON = 1e-6  # added to standard deviations, as in the advantages
 
 
 class Entry(NamedTuple):
-    """A group, the optimizer step at which it became ready, and the number of times it was trained on."""
+    """A group that is ready to train on.
+
+    added: optimizer step at which it became ready.
+    used: number of times it was trained on.
+    headroom, drift: see the functions of these names, at its last use; None before, or if they are unknown.
+    """
 
     group: Group
     added: int
     used: int
+    headroom: float | None = None
+    drift: float | None = None
+
+
+def headroom(logprobs: Float[np.ndarray, " tokens"], advantages: Float[np.ndarray, " tokens"]) -> float | None:
+    """How far the policy can still move with the advantages: the mean of 1 − π where A > 0 and of π where A < 0.
+
+    Returns:
+        None if no token has an advantage and a log-prob.
+    Reference: arXiv 2609.03941, from a summary.
+
+    Examples:
+        >>> round(headroom(np.log([0.5, 0.75, 0.5]), np.array([1.0, -1.0, 0.0])), 3)
+        0.625
+    """
+    counts = (advantages != 0) & ~np.isnan(logprobs)
+    if not counts.any():
+        return None
+    probabilities = np.exp(logprobs[counts].astype(np.float64))
+    return float(np.mean(np.where(advantages[counts] > 0, 1 - probabilities, probabilities)))
+
+
+def drift(logprobs: Float[np.ndarray, " tokens"], behavior_logprobs: Float[np.ndarray, " tokens"]) -> float | None:
+    """How far the policy has moved from the sampler: the mean of (log π − log μ)² over possible tokens.
+
+    Returns:
+        None if no token has both log-probs.
+    Reference: arXiv 2609.03941, from a summary.
+
+    Examples:
+        >>> drift(np.array([-1.0, -2.0]), np.array([-1.5, -2.0]))
+        0.125
+    """
+    is_known = np.isfinite(logprobs) & np.isfinite(behavior_logprobs)
+    if not is_known.any():
+        return None
+    difference = logprobs[is_known].astype(np.float64) - behavior_logprobs[is_known]
+    return float(np.mean(np.square(difference)))
 
 
 class Judge(NamedTuple):
@@ -95,6 +139,22 @@ class Judge(NamedTuple):
             return 0.0
         return float(np.mean(means))
 
+    def first_headroom(self, group: Group) -> float:
+        """Headroom under the behavior policy, with r − r̄ as advantage; 1, the highest, if log-probs are unknown."""
+        group = self.seen(group)
+        values = rewards(group)
+        logprobs = [np.zeros(0)]
+        advantages = [np.zeros(0)]
+        for completion, reward in zip(group.completions, values, strict=True):
+            for row in completion.rows:
+                if row.behavior_logprobs is not None:
+                    logprobs.append(row.behavior_logprobs[row.mask])
+                    advantages.append(np.full(len(logprobs[-1]), reward - values.mean()))
+        found = headroom(np.concatenate(logprobs), np.concatenate(advantages))
+        if found is None:
+            return 1.0
+        return found
+
     def _compared(self, group: Group) -> list[np.ndarray]:
         """The values of completions that the algorithm compares: rewards, and the parts or returns that it reads."""
         columns = [rewards(group)]
@@ -135,6 +195,7 @@ PRIORITIES: dict[str, Callable[[Judge, Group], float]] = {
     "none": lambda judge, group: 1.0,
     "reward_spread": Judge.reward_spread,
     "absolute_advantage": Judge.absolute_advantage,
+    "headroom": Judge.first_headroom,
 }
 
 
@@ -163,23 +224,32 @@ def fresh(entries: Sequence[Entry], step: int, limits: ReplayConfig) -> list[Ent
     return [entry for entry in entries if group_staleness(entry.group, step) <= limits.max_staleness]
 
 
-def sample_entries(
-    entries: Sequence[Entry], count: int, step: int, seed: int, limits: ReplayConfig, judge: Judge
-) -> list[int]:
-    """Samples up to `count` entries to train on at `step`, without replacement; returns their sorted indices.
+def near(entries: Sequence[Entry], limits: ReplayConfig) -> list[Entry]:
+    """The entries that were within `max_drift` at their last use, and those that were not used."""
+    limit = limits.max_drift
+    return [entry for entry in entries if limit is None or entry.drift is None or entry.drift <= limit]
 
-    The probability of a group is proportional to priority · 2^(−age / half_life), with the age in optimizer steps since
-    the group became ready; priority 0 is chosen last. A pure function of its arguments.
+
+def order_entries(entries: Sequence[Entry], step: int, seed: int, limits: ReplayConfig, judge: Judge) -> list[int]:
+    """The indices of the entries in the order in which `step` takes them.
+
+    The chance of a group is proportional to priority · 2^(−age / half_life), with the age in optimizer steps since the
+    group became ready; priority 0 is chosen last. With `order` = sampled, the order is a sample without replacement;
+    with highest, it is that of the chances. A pure function of its arguments.
     """
-    priorities = [PRIORITIES[limits.priority](judge, entry.group) for entry in entries]
     keys = np.full(len(entries), -np.inf)
-    for index, priority in enumerate(priorities):
+    for index, entry in enumerate(entries):
+        if limits.priority == "headroom" and entry.headroom is not None:
+            priority = entry.headroom
+        else:
+            priority = PRIORITIES[limits.priority](judge, entry.group)
         if priority > 0:
             keys[index] = np.log(priority)
     if limits.half_life is not None:
         keys += np.array([-np.log(2.0) * (step - entry.added) / limits.half_life for entry in entries])
-    # The Gumbel-top-k trick: to add noise and take the largest keys is to sample without replacement, in proportion to
-    # probability. Among entries with probability 0, the latest comes first.
-    noise = np.random.default_rng([seed, 5, step]).gumbel(size=len(keys))
-    order = np.lexsort((np.arange(len(keys)), keys + noise))[::-1][:count]
-    return sorted(order.tolist())
+    if limits.order == "sampled":
+        # The Gumbel-top-k trick: to add noise and take the largest keys is to sample without replacement, in proportion
+        # to probability.
+        keys += np.random.default_rng([seed, 5, step]).gumbel(size=len(keys))
+    # Among entries with equal keys, such as those with probability 0, the latest comes first.
+    return np.lexsort((np.arange(len(keys)), keys))[::-1].tolist()

@@ -107,7 +107,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
             decoder_config.vocab_size,
             stop_ids,
         )
-    return Policy(decoder, tokenizer, stop_ids, config.rollout.slots, config.rollout.recording())
+    return Policy(decoder, tokenizer, stop_ids, config.rollout.slots, config.recording())
 
 
 class Teacher(NamedTuple):

@@ -13,7 +13,7 @@ from recjax.models.decoder import Decoder, DecoderTokens, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.experts import EXPERTS, NO_RECORD, Load, apply_routed, load_of
 from recjax.models.placement import constrain, over_rows
-from recjax.models.sampling import KEPT, TOP_IDS, TOP_LOGPROBS, Sampling, TokenRecord
+from recjax.models.sampling import KEPT, KEPT_LOGPROBS, TOP_IDS, TOP_LOGPROBS, Sampling, TokenRecord
 from recjax.models.unrolling import params_for
 
 SAMPLED = "sampled"  # name of the mask of the tokens whose recorded arrays are read
@@ -82,26 +82,29 @@ def sampling_logits(
     return jnp.where(keep, scores, -jnp.inf)
 
 
-def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, most: int) -> dict[str, Array]:
+def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, recording: TokenRecord) -> dict[str, Array]:
     """The tokens that each token is chosen from, as arrays to record; empty if the distribution has all tokens.
 
     `kept_bits` has a bit for each token of the vocabulary, [batch, vocab / 8]. If these bits take more memory than ids,
-    `kept_ids` has `most` ids in any order, -1 after the last; all are -1 if the set is larger.
-
-    Args:
-        most: largest set to record as ids; 0: no record.
+    or with log-probs, `kept_ids` has `recording.kept_ids` ids at most, most likely first, -1 after the last; all are -1
+    if the set is larger. `kept_logprobs` has their log-probs under the sampling distribution, NaN at -1.
     """
-    if not TokenRecord(kept_ids=most).under(sampling).kept_ids:
+    recording = recording.under(sampling)
+    if not recording.kept_ids:
         return {}
     scores = sampling_logits(scores, sampling)
     keep = jnp.isfinite(scores)
-    if sampling.top_k > 0:
-        most = min(most, 2 * sampling.top_k)  # twice, because equal scores can enlarge the set of top_k
-    if 32 * most >= scores.shape[-1]:
+    most = sampling.largest_set(recording.kept_ids)
+    if 32 * most >= scores.shape[-1] and not recording.kept_logprobs:
         return {"kept_bits": jnp.packbits(keep, axis=-1)}
-    values, ids = jax.lax.top_k(scores, most)
+    values, ids = jax.lax.top_k(scores, min(most, scores.shape[-1]))
     is_whole = keep.sum(-1, keepdims=True) <= most
-    return {"kept_ids": jnp.where(is_whole & jnp.isfinite(values), ids, -1)}
+    is_recorded = is_whole & jnp.isfinite(values)
+    recorded = {"kept_ids": jnp.where(is_recorded, ids, -1)}
+    if recording.kept_logprobs:
+        logprobs = values - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        recorded[KEPT_LOGPROBS] = jnp.where(is_recorded, logprobs, jnp.nan)
+    return recorded
 
 
 def top_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, count: int) -> dict[str, Array]:
@@ -123,7 +126,7 @@ def recorded_tokens(
     scores: Float[Array, "batch vocab"], sampling: Sampling, recording: TokenRecord
 ) -> dict[str, Array]:
     """All arrays to record of the distribution of each token, by name."""
-    return kept_tokens(scores, sampling, recording.kept_ids) | top_tokens(scores, sampling, recording.top_k)
+    return kept_tokens(scores, sampling, recording) | top_tokens(scores, sampling, recording.top_k)
 
 
 def recorded_shapes(vocabulary: int, sampling: Sampling, recording: TokenRecord) -> dict[str, jax.ShapeDtypeStruct]:

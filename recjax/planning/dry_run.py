@@ -701,7 +701,7 @@ def show_dry_run(result: DryRun) -> None:
     prompt_tokens = "an unknown number"
     if result.prompt_tokens:
         prompt_tokens = f"{rollout.prompts_per_step * result.prompt_tokens:,}"
-    rows = rollout.prompts_per_step * rollout.group_size
+    rows = rollout.prompts_per_step * (rollout.group_size + rollout.oversample)
     batch = "step" if updates == 1 else f"batch of {updates} steps"
     print_line(
         f"tokens a {batch}, at most: {prompt_tokens} of prompts,"

@@ -435,11 +435,11 @@ def batch_and_layout(plan: Plan) -> tuple[Batch, Layout]:
         turns = config.task.agent_turns
     vocabulary = plan.model.decoder.config.vocab_size
     sampling = config.rollout.sampling()
-    recorded = recorded_shapes(vocabulary, sampling, config.rollout.recording()) | routing_shapes(plan.model.decoder)
+    recorded = recorded_shapes(vocabulary, sampling, config.recording()) | routing_shapes(plan.model.decoder)
     arrays = batch_arrays(shape, turns, recorded)
     top_tokens = 0
     if algorithm.score_centering:
-        top_tokens = config.rollout.recorded_top_k
+        top_tokens = config.known_tokens
     arrays = with_top_tokens(arrays, top_tokens)
     if config.task.teacher_template:
         assert config.task.teacher_tokens is not None

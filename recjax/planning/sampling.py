@@ -61,7 +61,7 @@ class SamplingPlan(NamedTuple):
 
 def most_completions(config: Config) -> int:
     """The number of completions that the engine samples for a prompt, the larger of training's and evaluation's."""
-    return max(config.rollout.group_size, config.evaluation.samples)
+    return max(config.rollout.group_size + config.rollout.oversample, config.evaluation.samples)
 
 
 def sampling_of(
@@ -143,7 +143,7 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         group_size=group_size,
         sampling=config.rollout.sampling(),
         stop_ids=(0,),
-        recording=config.rollout.recording(),
+        recording=config.recording(),
     )
     prefill, first_tokens = calls[:2]
     last = {call.function: call for call in calls}  # a function's last call has its largest arrays

@@ -51,9 +51,9 @@ def compile_sampling(config: Config, policy: Policy, train: Prompts, ahead: Back
         silent = policy._replace(recording=NOTHING_RECORDED)
         yield from first_round_calls(silent, prompts, settings.samples, longest, settings.sampling())
         if config.samples_training_data and config.regime.mode == "sync" and config.rollout.engine is None:
-            count, group_size = config.own_counts
+            prompts = first_prompts(config.own_counts[0])
             sampling = config.rollout.sampling()
-            yield from first_round_calls(policy, first_prompts(count), group_size, longest, sampling)
+            yield from first_round_calls(policy, prompts, config.drawn_completions, longest, sampling)
 
     logger.info("compiling evaluation and sampler while weights are read")
     ahead.begin(first_calls)

@@ -14,6 +14,7 @@ from recjax.sources.drawing import mixed
 from recjax.sources.generators import BATCHES_PER_GENERATOR
 from recjax.sources.policy_sampler import PolicySampler
 from recjax.sources.recording import BatchRecorder
+from recjax.sources.sampling import oversampling_metrics
 from recjax.sources.setup import Setup
 from recjax.tasks.problems import question_of
 from recjax.training import schedule
@@ -205,7 +206,7 @@ class PolicySource(contextlib.AbstractContextManager):
 
     def metrics(self, queue: Queue, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The sampler's metrics; the curriculum's pass rates; of asynchronous runs, waits and the tokens' staleness."""
-        measured: dict[str, float] = {}
+        measured = oversampling_metrics(groups)
         if self._is_async:
             measured["generators/waited_seconds"] = self._waited_seconds
             measured["generators/in_flight"] = len(self.sampler.in_flight)

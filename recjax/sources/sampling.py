@@ -1,7 +1,7 @@
 """Samples the numbered batches of a run's train prompts with this process's engine."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from recjax.store.missing_logprobs import with_logprobs
 from recjax.store.tokenize import tokenizer_name
 from recjax.tasks.prompts import Prompts, batch_prompts
 
+DROPPED_TOKENS = "dropped_tokens"
 _BLOCK = 32  # consecutive batches whose random keys are computed at once
 
 
@@ -105,13 +106,14 @@ class BatchSampler(NamedTuple):
             self.phases.device.end()
             return sampled
         block, index = divmod(number, _BLOCK)
-        block_keys = _block_keys(config.seed, block, count * group_size)
+        drawn = config.drawn_completions
+        block_keys = _block_keys(config.seed, block, count * drawn)
         groups = sample_groups(
             self.policy,
             drifted_params,
             prompts,
             keys=block_keys[index],
-            group_size=group_size,
+            group_size=drawn,
             max_tokens=config.rollout.max_completion_tokens,
             sampling=sampling,
             name=name,
@@ -120,6 +122,8 @@ class BatchSampler(NamedTuple):
             newer=newer_drifted,
             clock=self.phases.device,
         )
+        if drawn > group_size:
+            groups = [first_finished(group, group_size) for group in groups]
         if config.rollout.drift and config.rollout.drift.logprobs == "exact":
             groups = self._with_exact_logprobs(groups, params)
         return groups, submit(groups, prompts, self.grading)
@@ -169,6 +173,44 @@ class BatchSampler(NamedTuple):
             if completion.rows and completion.grade and completion.grade.reward is not None:
                 rewarded.append(record)
         return rewarded
+
+
+def first_finished(group: Group, count: int) -> Group:
+    """The group with the `count` completions that end first if all begin together: those with the fewest tokens.
+
+    Their metadata has the tokens of each dropped completion as `dropped_tokens`.
+    """
+    lengths = [completion.sampled_tokens for completion in group.completions]
+    by_length = np.argsort(lengths, kind="stable").tolist()
+    dropped_tokens = [lengths[place] for place in by_length[count:]]
+    kept = []
+    for place in sorted(by_length[:count]):
+        completion = group.completions[place]
+        kept.append(completion._replace(metadata={**completion.metadata, DROPPED_TOKENS: dropped_tokens}))
+    return group._replace(completions=tuple(kept))
+
+
+def oversampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean tokens of the completions that `first_finished` kept and dropped, and their bias; empty without any.
+
+    The bias is the kept completions' mean over the mean of all, minus 1.
+    """
+    kept = []
+    dropped = []
+    for group in groups:
+        dropped_tokens: list[int] = []
+        for completion in group.completions:
+            if DROPPED_TOKENS in completion.metadata:
+                kept.append(completion.sampled_tokens)
+                dropped_tokens = completion.metadata[DROPPED_TOKENS]
+        dropped += dropped_tokens
+    if not kept:
+        return {}
+    return {
+        "oversampling/kept_tokens": float(np.mean(kept)),
+        "oversampling/dropped_tokens": float(np.mean(dropped)),
+        "oversampling/length_bias": float(np.mean(kept) / np.mean(kept + dropped) - 1),
+    }
 
 
 def _without_logprobs(group: Group) -> Group:

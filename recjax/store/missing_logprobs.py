@@ -16,7 +16,7 @@ from recjax.experience.group import Completion, Group
 from recjax.experience.layout import score
 from recjax.experience.recorded import has_sets
 from recjax.hub.policy import Policy
-from recjax.models.sampling import TOP_IDS, Sampling
+from recjax.models.sampling import KEPT_LOGPROBS, TOP_IDS, Sampling
 from recjax.runtime import hosts
 from recjax.runtime.cache import cache_folder
 from recjax.runtime.console import progress_bar
@@ -73,7 +73,7 @@ def check_logprobs(groups: StoredGroups, algorithm: Algorithm, sampling: Samplin
 def check_top_tokens(groups: StoredGroups) -> None:
     """Checks that the first group has recorded most likely tokens, which an algorithm with score centering reads."""
     for completion in groups[0].completions:
-        if not any(TOP_IDS in row.recorded for row in completion.rows):
+        if not any(row.recorded.keys() & {TOP_IDS, KEPT_LOGPROBS} for row in completion.rows):
             raise UserError(
                 f"row {completion.id!r} of source {completion.source!r}",
                 "has no recorded most likely tokens, which algorithm.score_centering reads",

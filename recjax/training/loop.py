@@ -23,7 +23,8 @@ from recjax.experience.batch import (
 )
 from recjax.experience.group import Group
 from recjax.experience.layout import Layout
-from recjax.experience.queue import Queue, deliver, put, replaced, take, wait_for_grades
+from recjax.experience.queue import Queue, deliver, put, replaced, take, wait_for_grades, with_measures
+from recjax.models.placement import on_host
 from recjax.runtime import hosts
 from recjax.runtime.console import under_way
 from recjax.training import schedule
@@ -92,6 +93,7 @@ def train_steps(run: Run, state: State) -> State:
             # --- Update. The device computes it while the host logs.
             with under_way("compiling the update", step == first), run.phase("update"):
                 state, update = updated(run, state, batch, step)
+                state = measured(run, state, update)
 
             # --- Log and evaluate.
             if is_new_batch:
@@ -206,7 +208,7 @@ def padded(run: Run, groups: tuple[Group, ...]) -> Batch:
     batch = pad(groups, run.shape, logprobs=has_logprobs, turns=turns)
     top_tokens = 0
     if run.algorithm.score_centering:
-        top_tokens = config.rollout.recorded_top_k
+        top_tokens = config.known_tokens
     batch = with_top_tokens(batch, top_tokens)
     if run.teacher_prompts is None:
         return batch
@@ -248,6 +250,23 @@ def updated(run: Run, state: State, batch: Batch, step: int) -> tuple[State, Upd
     if step % training.updates == 0:  # the batch ends
         state = state._replace(groups=(), proximal_logprobs=None)
     return state, update
+
+
+def measured(run: Run, state: State, update: Update) -> State:
+    """Notes what replay reads of the groups that an update trained on; waits for the device only if it reads that."""
+    if not run.settings.limits.measures:
+        return state
+    tokens = on_host(update.tokens)
+    rows = on_host(update.layout.rows)
+    queue = with_measures(
+        state.queue,
+        update.groups,
+        update.learned_from,
+        logprobs=tokens.logprobs,
+        advantages=tokens.terms.advantages,
+        rows=rows,
+    )
+    return state._replace(queue=queue)
 
 
 def _layout(run: Run, state: State, batch: Batch, step: int) -> Layout:

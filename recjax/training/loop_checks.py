@@ -19,7 +19,8 @@ _REMEDIES = {
     "experience/left_out/no_signal": "choose problems whose completions differ in reward",
 }
 # Settings that remove groups, or that make the run wait for more of them.
-_LIMITS = ("experience.replay", "experience.refill", "experience.late.deadline", "regime.max_staleness")
+_LIMITS = ("experience.replay", "experience.refill", "experience.late.deadline")
+_LIMITS += ("regime.max_staleness", "regime.max_mean_staleness")
 
 
 def too_few_groups(run: Run, step: int, removed: Counter[str]) -> UserError:

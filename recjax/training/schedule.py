@@ -81,8 +81,11 @@ def is_wanted(
         version: version of the weights that would sample the batch.
         step: first step of a batch.
     """
-    assert regime.max_staleness is not None
-    steps = regime.max_staleness - (step - 1 - version) - (updates - 1)
+    limit = regime.max_staleness
+    assert limit is not None
+    if regime.max_mean_staleness is not None:  # batches that are sampled too early would lose their oldest groups
+        limit = min(limit, int(regime.max_mean_staleness))
+    steps = limit - (step - 1 - version) - (updates - 1)
     return (number - 1) * every < round_ + steps // updates
 
 

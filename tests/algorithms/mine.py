@@ -1,5 +1,6 @@
 """Functions as a user would write them, for the axes of an algorithm."""
 
+import jax
 import jax.numpy as jnp
 
 
@@ -96,3 +97,45 @@ def mostly_certain_rows(scored_entropy):
 
 def mean_reward(rewards):
     return rewards.mean()
+
+
+def mean_and_yes(per_token, completion_mask):
+    """A count that is none."""
+    return per_token.sum(), completion_mask.any()
+
+
+def forgotten(logprobs, advantages):
+    """No result."""
+
+
+@jax.jit
+def summed_rows(logprobs):
+    return logprobs.sum(-1, keepdims=True)
+
+
+def clipped_surrogate(ratio, advantages, completion_mask, *, epsilon: float = 0.2):
+    """PPO's −min(ρA, clip(ρ, 1 − ε, 1 + ε) A), for each token."""
+    clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon)
+    return -jnp.where(completion_mask, jnp.minimum(ratio * advantages, clipped * advantages), 0.0)
+
+
+def clipped_gradient(logprobs, ratio, advantages, completion_mask, *, epsilon: float = 0.2):
+    """The same gradient as a term: −sg(ρA) log π where PPO's clip lets it pass."""
+    passes = jnp.where(advantages > 0, ratio <= 1 + epsilon, ratio >= 1 - epsilon)
+    coefficients = jnp.where(completion_mask & passes, ratio * advantages, 0.0)
+    return -jax.lax.stop_gradient(coefficients) * logprobs
+
+
+def nothing(ratio):
+    """A weight that leaves the loss to a term."""
+    return jnp.zeros_like(ratio)
+
+
+def near_anchor(logprobs, anchor_logprobs, *, most: float = 0.5):
+    """Tokens at which π has not gone far from μ, by a mask on each micro-batch."""
+    return jnp.abs(logprobs - anchor_logprobs) < most
+
+
+def pushed(advantages, scored_log_ratio):
+    """A weight of each token, which also reads its completion's advantage."""
+    return jnp.where(advantages[:, None] > 0, jnp.exp(-jnp.abs(scored_log_ratio)), 0.5)

@@ -97,6 +97,54 @@ def test_a_term_decides_what_an_update_computes():
         build_algorithm("pairwise_consistency", {"term": {"name": f"{MINE}:pull"}})
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": f"{MINE}:clipped_surrogate"},
+        {"objective": f"{MINE}:clipped_gradient"},
+        {"weight": f"{MINE}:nothing", "term": f"{MINE}:clipped_gradient", "clip": "none"},
+    ],
+)
+def test_users_whole_loss_equals_grpo_to_the_bit(changes):
+    own, plain = (build_algorithm("grpo", {**blocks, "entropy": {"coefficient": 0.1}}) for blocks in (changes, {}))
+    assert own.needs_behavior_logprobs and not own.needs_scoring and not own.compares_completions
+    (_, count), gradients = loss_and_gradient(own, EXAMPLE)
+    (_, same_count), expected = loss_and_gradient(plain, EXAMPLE)
+    assert count == same_count and np.abs(expected[0]).max() > 0 < np.abs(expected[1]).max()
+    np.testing.assert_array_equal(gradients[0], expected[0])
+    np.testing.assert_array_equal(gradients[1], expected[1])
+
+
+def test_an_objective_replaces_the_presets_policy_gradient():
+    objective = f"{MINE}:clipped_surrogate"
+    resolved = resolve("p3o", {"objective": objective})
+    assert resolved["objective"] == {"name": objective, "epsilon": 0.2}
+    assert resolved["advantage"]["name"] == "group_normalized" and not {"weight", "regularizer"} & resolved.keys()
+    off = {axis: {"name": "none"} for axis in ("clip", "mask", "weight", "correction", "regularizer", "term")}
+    for axis, block in {**off, "score_centering": {"coefficient": 1.0}}.items():
+        with pytest.raises(ValueError, match=f"{axis} = .*the objective '{objective}' does not read this axis"):
+            build_algorithm("grpo", {"objective": objective, axis: block})
+    to_teacher = build_algorithm("grpo", {"objective": f"{MINE}:to_teacher"})
+    assert to_teacher.needs_teacher and not to_teacher.needs_reference
+    with pytest.raises(ValueError, match="objective.name = .*its parameter 'rewards' is not a value of this axis"):
+        build_algorithm("grpo", {"objective": f"{MINE}:above_median"})
+
+
+def near_behavior(logprobs, behavior_logprobs):
+    """`mine.near_anchor` under the other name of μ."""
+    return jnp.abs(logprobs - behavior_logprobs) < 0.5
+
+
+def test_centering_takes_masks_that_read_the_anchor():
+    blocks = {"score_centering": {"coefficient": 1.0}}
+    own, same, none = (
+        build_algorithm("grpo", {**blocks, "mask": mask}) for mask in (mine.near_anchor, near_behavior, "none")
+    )
+    (_, gradients), (_, expected), (_, others) = (loss_and_gradient(made, EXAMPLE) for made in (own, same, none))
+    np.testing.assert_array_equal(gradients[0], expected[0])
+    assert np.abs(gradients[0] - others[0]).max() > 1e-3
+
+
 def branching(ratio):
     """A weight that asks for values of arrays."""
     if ratio.max() > 2:
@@ -158,7 +206,10 @@ def test_mistakes_in_ones_own_are_found_before_work_starts(block, words):
         ("regularizer", "row_sums", r"must return \[batch, time\] or \[batch, 1\] .* shape \[batch\]"),
         ("term", "row_sums", r"must return \[batch, time\] or \[batch, 1\] .* shape \[batch\]"),
         ("correction", "mean_of_all", "a scalar"),
-        ("reduction", "token_sums", r"must return a sum and a count, two scalars, and returns shapes \(4,\)"),
+        ("reduction", "token_sums", r"must return a sum and a count, two scalars, and returns shape \(4,\)"),
+        ("reduction", "mean_and_yes", r"returns shapes \(\), \(\) and dtypes float32, bool \(.*mine.py:\d+\)"),
+        ("term", "forgotten", r"must return an array, and returns None \(.*mine.py:\d+\)"),
+        ("objective", "summed_rows", r"must return \[batch, time\] .* shape \[batch, 1\] .* \(.*mine.py:\d+\)"),
         ("advantage", "mean_reward", r"must return \[batch\] or \[batch, time\] of numbers, and returns a scalar"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from recjax.algorithms import diagnostics, losses
 from recjax.algorithms.groups import first_rows
 from recjax.algorithms.presets import build_algorithm
+from tests.algorithms import mine
 from tests.algorithms.examples import ROWS, Example, make_example
 from tests.marks import campaign_except
 
@@ -82,6 +83,17 @@ def test_two_rows_of_a_trajectory_are_one_completion(preset):
     if preset not in ("opo", "reinforce_pp", "pairwise_consistency"):  # the first two take means over tokens alone
         # Rows that are not told to belong together are more completions, which is another loss.
         assert not np.allclose(numbers(algorithm, split)[0], one, rtol=1e-3)
+
+
+def test_users_weights_of_tokens_cover_every_row():
+    algorithm, example = build_algorithm("reinforce", {"weight": mine.pushed}), make_example()
+    split, trajectories = halves(example)
+    _, _, rows, _ = numbers(algorithm, example)
+    _, _, parts, _ = numbers(algorithm, split, trajectories)
+    mask = split.completion_mask
+    expected = np.asarray(rows.weights)[trajectories][mask]
+    assert len(np.unique(expected)) > 5
+    np.testing.assert_allclose(np.asarray(parts.weights)[mask], expected, rtol=1e-6)
 
 
 def test_first_rows_by_a_loop():

@@ -161,7 +161,7 @@ CASES = [
     ("rollout.long_prompts=cut", "rollout.long_prompts = 'cut'", "refuse, drop"),
     ("regime.mode=later", "regime.mode = 'later': takes sync, async"),
     ("experience.mix={store: x, of: row}", "mix.of = 'row': takes group, batch"),
-    ("experience.replay.priority=age", "priority = 'age': takes none, reward_spread, absolute_advantage"),
+    ("experience.replay.priority=age", "priority = 'age': takes none, reward_spread, absolute_advantage, headroom"),
     ([STORE, "experience.missing_logprobs=ignore"], "'ignore': takes error, unneeded, initial, current"),
     # Model.
     ("model.path=some/folder", "model.path", "model.decoder", "exactly one"),
@@ -219,6 +219,24 @@ CASES = [
         "remove rollout.recorded_top_k",
     ),
     ("algorithm.score_centering.coefficient=1.0", "algorithm.score_centering", "set rollout.recorded_top_k=128"),
+    (
+        ["algorithm.score_centering.coefficient=1.0", "rollout={top_k: 4, kept_ids: 0}"],
+        "algorithm.score_centering",
+        "set rollout.recorded_top_k=128",
+    ),
+    (
+        ["algorithm.score_centering.coefficient=1.0", "rollout.top_k=4", ENGINE],
+        "algorithm.score_centering",
+        "set rollout.recorded_top_k=128",
+    ),
+    (
+        [
+            "algorithm.score_centering.coefficient=1.0",
+            "rollout={top_k: 4, drift: {weights: int8, logprobs: exact}}",
+        ],
+        "rollout.drift.logprobs",
+        "algorithm.score_centering reads others",
+    ),
     ("algorithm.preset=score_centering", "algorithm.preset", "set rollout.recorded_top_k=128"),
     ("algorithm.observations.coefficient=0.1", "algorithm.observations", "completions of a single turn lack"),
     ("algorithm.preset=echo", "algorithm.preset = 'echo'", "completions of a single turn lack"),
@@ -398,7 +416,49 @@ CASES = [
         )
         for more, limit, least in (([], 5, 6), (["training.steps=20"], 6, 7), ([*TWICE, "training.steps=99"], 14, 15))
     ),
+    *(
+        ([*more, "rollout.oversample=2"], f"rollout.oversample = 2: does not work with {other}")
+        for other, more in (
+            ("task.agent", AGENT),
+            ("rollout.engine", [ENGINE]),
+            ("experience.store", [STORE]),
+        )
+    ),
     (["regime.offline=true", "experience.replay.max_staleness=5"], "must be at least 6", "regime.offline"),
+    (
+        ["regime.sync_offset=2", "experience.replay.max_staleness=1"],
+        "experience.replay.max_staleness = 1: must be at least 2",
+        "regime.sync_offset = 2",
+    ),
+    (
+        ["experience.late={shortest: 3, longest: 4}", "experience.replay={}", "regime.max_mean_staleness=2"],
+        "regime.max_mean_staleness = 2.0: must be at least 3",
+        "experience.late.shortest = 3",
+    ),
+    ("regime.max_mean_staleness=2", "max_mean_staleness = 2.0: applies only with regime.mode = async or experience.fo"),
+    (
+        [*ASYNC, "regime.sync_interval=2", "regime.max_mean_staleness=0.5"],
+        "max_mean_staleness = 0.5: must be at least 1",
+    ),
+    ([*FOLLOW, "regime.max_mean_staleness=1"], "max_mean_staleness = 1.0: must be at least training.checkpoint_every"),
+    (
+        "experience.replay={order: highest}",
+        "replay.order = 'highest': has nothing to order by",
+        "set experience.replay",
+    ),
+    *(
+        (
+            [
+                *FOLLOW,
+                "algorithm.preset=red_weight",
+                "experience.missing_logprobs=unneeded",
+                f"experience.replay={block}",
+            ],
+            f"experience.replay.{name}",
+            "reads log-probs, which experience.missing_logprobs = unneeded removes",
+        )
+        for name, block in (("max_drift", "{max_drift: 0.01}"), ("priority", "{priority: headroom}"))
+    ),
     *(
         ([*more, f"experience.replay.priority={kind}"], f"replay.priority = '{kind}': compares a group's", "use none")
         for kind, more in (

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recjax.config import LateConfig, ReplayConfig
-from recjax.experience.group import group_staleness, reward_spread
+from recjax.experience.batch import Shape, pad
+from recjax.experience.group import group_staleness, oldest_version, reward_spread
 from recjax.experience.queue import (
+    ONCE,
     Arrival,
     Queue,
     Settings,
@@ -19,6 +21,7 @@ from recjax.experience.queue import (
     take,
     to_plain,
     wait_for_grades,
+    with_measures,
 )
 from recjax.experience.records import groups_of
 from tests.experience.groups import make_group, next_round, same_groups
@@ -30,7 +33,9 @@ LIMITS = st.builds(
     max_staleness=st.none() | st.integers(0, 4),
     max_reuse=st.integers(1, 4),
     half_life=st.none() | st.floats(0.1, 10),
-    priority=st.sampled_from(["none", "reward_spread", "absolute_advantage"]),
+    priority=st.sampled_from(["none", "reward_spread", "absolute_advantage", "headroom"]),
+    order=st.sampled_from(["sampled", "highest"]),
+    max_drift=st.none() | st.just(0.5),
     keep_no_signal=st.booleans(),
 )
 # Each step: rewards and age of the groups that come, and how many are taken.
@@ -69,6 +74,10 @@ def played(steps, limits, seed, reopen=()):
             number += 1
         queue = arrived(queue, groups, step, limits)
         queue, chosen = taken(queue, count, step, seed, limits)
+        ready = [
+            entry._replace(headroom=entry.used / 8, drift=1 / step) if entry.used else entry for entry in queue.ready
+        ]
+        queue = queue._replace(ready=tuple(ready))
         yield step, number, queue, chosen
 
 
@@ -86,7 +95,7 @@ def test_limits_hold_and_every_group_is_accounted_for(steps, limits, seed):
             assert limits.keep_no_signal or reward_spread(group) > 0
         for entry in queue.ready:
             assert entry.used == uses[entry.group.id] < limits.max_reuse
-        groups_left = [queue.counts[reason] for reason in ("capacity", "stale", "used_up", "no_signal")]
+        groups_left = [queue.counts[reason] for reason in ("capacity", "stale", "drift", "used_up", "no_signal")]
         assert came == len(queue.ready) + sum(groups_left)
 
 
@@ -170,6 +179,110 @@ def test_what_leaves_is_counted_by_reason():
     kept = arrived(Queue(), [make_group(4, version=None)], 5, limits)
     assert [group.id for group in taken(kept, 1, 99, 0, limits)[1]] == ["group 4"]
     assert take(Queue(), 3, 1, 0, replaying(limits)) == (Queue(), None)
+
+
+def batch_of(groups):
+    """A padded batch of groups of two completions."""
+    return pad(groups, Shape(len(groups) + 1, 2, 8, 8))
+
+
+def test_updates_measure_headroom_and_drift_by_loops():
+    groups = [make_group(number) for number in range(3)]
+    queue = arrived(Queue(), groups, 1, ReplayConfig())
+    queue, chosen = taken(queue, 3, 1, 0, ReplayConfig())
+    batch = batch_of(chosen)
+    generator = np.random.default_rng(0)
+    logprobs = -generator.uniform(0.1, 3, batch.completions.shape).astype(np.float32)
+    advantages = np.sign(batch.rewards - 0.5)[:, None] * (np.arange(8) != 1)
+    in_minibatch = batch.group_ids != 1
+    queue = with_measures(queue, chosen, batch, logprobs, advantages, in_minibatch)
+    for entry in queue.ready:
+        number = [group.id for group in chosen].index(entry.group.id)
+        gains, squares = [], []
+        for row, time in np.argwhere(batch.completion_mask):
+            if batch.group_ids[row] == number:
+                probability = np.exp(float(logprobs[row, time]))
+                if advantages[row, time]:
+                    gains.append(1 - probability if advantages[row, time] > 0 else probability)
+                squares.append((float(logprobs[row, time]) - float(batch.behavior_logprobs[row, time])) ** 2)
+        if number == 1:
+            assert entry.headroom is None and entry.drift is None, "another minibatch"
+        else:
+            np.testing.assert_allclose([entry.headroom, entry.drift], [np.mean(gains), np.mean(squares)], rtol=1e-6)
+    again = with_measures(queue, chosen, batch, logprobs, 0 * advantages)
+    assert [entry.headroom for entry in again.ready] == [entry.headroom for entry in queue.ready]
+    assert None not in [entry.drift for entry in again.ready]
+
+
+def with_logprob(group, logprob):
+    """The group with one log-prob for all tokens; None: unknown."""
+    completions = []
+    for completion in group.completions:
+        logprobs = None if logprob is None else np.full(len(completion.rows[0].tokens), logprob, np.float32)
+        completions.append(completion._replace(rows=(completion.rows[0]._replace(behavior_logprobs=logprobs),)))
+    return group._replace(completions=tuple(completions))
+
+
+def test_the_highest_headroom_comes_first():
+    # A group of one right and two wrong answers of probability p has headroom ((1 − p) + 2p) / 3.
+    rewards = (1, 0, 0)
+    groups = [with_logprob(make_group(i, rewards), p and np.log(p)) for i, p in enumerate((0.2, 0.8, None, 0.5))]
+    limits = ReplayConfig(priority="headroom", order="highest")
+    queue = Queue()
+    for step, group in enumerate(groups, start=1):
+        queue = arrived(queue, [group], step, limits)
+    taken_in_order = [taken(queue, count, 4, 0, limits)[1] for count in (1, 2, 3)]
+    assert [names(chosen) for chosen in taken_in_order] == [
+        names([groups[i] for i in k]) for k in ([2], [2, 1], [2, 1, 3])
+    ]
+    ready = [entry._replace(headroom=0.9) if entry.group.id == groups[0].id else entry for entry in queue.ready]
+    assert names(taken(queue._replace(ready=tuple(ready)), 2, 4, 0, limits)[1]) == names([groups[2], groups[0]])
+    sampled = taken_often(ReplayConfig(priority="headroom"), [groups[0], groups[1]])
+    np.testing.assert_allclose(sampled, np.array([1.2, 1.8]) / 3, atol=0.08)
+
+
+def test_groups_beyond_the_drift_limit_leave():
+    limits = ReplayConfig(max_drift=1e-2)
+    queue = arrived(Queue(), [make_group(i) for i in range(3)], 1, limits)
+    ready = [entry._replace(drift=value) for entry, value in zip(queue.ready, (0.02, 0.01, None), strict=True)]
+    queue, chosen = taken(queue._replace(ready=tuple(ready)), 2, 2, 0, limits)
+    assert names(chosen) == names([make_group(1), make_group(2)]) and queue.counts["drift"] == 1
+
+
+@given(
+    ages=st.lists(st.none() | st.integers(0, 6), min_size=1, max_size=8),
+    count=st.integers(1, 4),
+    limit=st.integers(0, 4),
+    kind=st.sampled_from(["replay", "oldest first", "in order"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_batch_keeps_the_limit_of_its_mean_staleness(ages, count, limit, kind):
+    step = 9
+    groups = [make_group(i, version=None if age is None else step - 1 - age) for i, age in enumerate(ages)]
+    limits = ReplayConfig(max_reuse=2) if kind == "replay" else ONCE
+    of_kind = Settings(0, 1, LateConfig(), kind == "replay", kind == "oldest first", limits, mean_staleness=limit)
+    queue = arrived(Queue(), groups, step, limits)
+    after, chosen = take(queue, count, step, 0, of_kind)
+    freshest = sorted(age for age in ages if age is not None)[: max(count - ages.count(None), 0)]
+    if len(ages) < count or (freshest and np.mean(freshest) > limit and ages.count(None) < count):
+        assert chosen is None and after.ready == queue.ready
+        return
+    if chosen is None:  # foreign groups make the mean of fewer groups, which a replacement may not reach
+        assert None in ages
+        return
+    own = [group_staleness(group, step) for group in chosen if oldest_version(group) is not None]
+    assert len(chosen) == count and (not own or np.mean(own) <= limit)
+    left = len(groups) - len(after.ready) - sum(after.counts[reason] for reason in ("used_up", "stale"))
+    assert left == 0 and (kind != "replay" or not after.counts["stale"])
+
+
+def test_older_groups_give_way_to_newer_ones():
+    groups = [make_group(i, version=version) for i, version in enumerate((2, 4, 8, 8))]
+    settings_ = Settings(0, 1, LateConfig(), False, True, ONCE, mean_staleness=2)
+    queue = arrived(Queue(), groups, 9, ONCE)
+    queue, chosen = take(queue, 2, 9, 0, settings_)
+    assert names(chosen) == names([groups[1], groups[2]]), "ages 4 and 0"
+    assert queue.counts["stale"] == 1 and [entry.group.id for entry in queue.ready] == [groups[3].id]
 
 
 def test_the_oldest_row_makes_a_group_stale():

@@ -194,6 +194,22 @@ def test_own_methods_are_read_and_refused():
             main.own_method(text)
 
 
+def test_an_own_loss_is_a_row_in_every_column():
+    name = "tests.algorithms.mine:clipped_surrogate"
+    method = main.own_loss(name)
+    assert method == Method("tests.algorithms.mine.clipped_surrogate", {"preset": "grpo", "objective": name})
+    columns = PLAN["leaderboard"]["columns"]
+    assert [plan.refusal(method, column) for column in columns] == [None] * len(columns)
+    assert runs.is_compiled(plan.run_of(method, plan.FRESH, 1e-4, 0, {}).config)
+    to_reference = {"preset": "grpo", "objective": "tests.algorithms.mine:anchored_entropy"}
+    assert not runs.is_compiled(plan.run_of(Method("own", to_reference), plan.FRESH, 1e-4, 0, {}).config)
+    for text in ("mine", "a/b:c", "a__b:c"):
+        with pytest.raises(UserError, match="--loss"):
+            main.own_loss(text)
+    with pytest.raises(UserError, match="objective.name = .*must return"):
+        main.own_loss("tests.algorithms.mine:summed_rows")
+
+
 def test_errors_and_table_rows_count_as_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "OUTPUT", tmp_path)
     row = runs.Row(plan.preset("opmd"), ("late",), 2)

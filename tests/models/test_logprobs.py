@@ -162,7 +162,7 @@ def test_logprobs_over_recorded_sets_by_a_double_loop(sampling, most, name, unkn
     behavior, scores = generator.normal(size=(2, 40, vocab)).astype(np.float32) * 3
     kept = np.isfinite(jitted_logits(behavior, sampling))
     tokens = np.array([generator.choice(np.flatnonzero(row)) for row in kept])
-    recorded = jax.device_get(jax.jit(kept_tokens, static_argnums=(1, 2))(behavior, sampling, most))
+    recorded = jax.device_get(jax.jit(kept_tokens, static_argnums=(1, 2))(behavior, sampling, TokenRecord(most)))
     assert list(recorded) == [name]
     if name == "kept_ids":
         ids = recorded[name]
@@ -189,10 +189,31 @@ def test_logprobs_over_recorded_sets_by_a_double_loop(sampling, most, name, unkn
         assert_close(gradient[row], expected, 2e-5, least=1.0)
 
 
+@pytest.mark.parametrize(("sampling", "most"), [(Sampling(1.3, top_p=0.8), 15), (Sampling(0.7, top_k=3), 131)])
+def test_sets_with_logprobs_have_the_whole_distribution(sampling, most):
+    scores = np.random.default_rng(0).normal(size=(40, 131)).astype(np.float32) * 3
+    record = TokenRecord(most, kept_logprobs=True)
+    recorded = jax.device_get(jax.jit(kept_tokens, static_argnums=(1, 2))(scores, sampling, record))
+    columns = record.known_tokens(sampling)
+    assert list(recorded) == ["kept_ids", "kept_logprobs"] and recorded["kept_ids"].shape == (40, columns)
+    logits = np.asarray(jitted_logits(scores, sampling), np.float64)
+    sizes = np.isfinite(logits).sum(-1)
+    assert (sizes <= most).any() and (sizes > most).any() == (most == 15)
+    for row, ids, logprobs in zip(logits, recorded["kept_ids"], recorded["kept_logprobs"], strict=True):
+        is_known = ids >= 0
+        assert (is_known == ~np.isnan(logprobs)).all()
+        if np.isfinite(row).sum() <= most:
+            assert set(ids[is_known]) == set(np.flatnonzero(np.isfinite(row)))
+            np.testing.assert_allclose(logprobs[is_known], row[ids[is_known]] - np.log(np.exp(row).sum()), atol=1e-5)
+        else:
+            assert not is_known.any()
+
+
 def test_nothing_is_recorded_without_cuts():
     scores = jnp.zeros((1, 9))
-    assert not any(kept_tokens(scores, one, 4) for one in (Sampling(), Sampling(0.7), Sampling(0.0, top_k=2)))
-    assert not kept_tokens(scores, Sampling(top_k=2), 0)
+    for sampling in (Sampling(), Sampling(0.7), Sampling(0.0, top_k=2)):
+        assert not kept_tokens(scores, sampling, TokenRecord(4, kept_logprobs=True))
+    assert not kept_tokens(scores, Sampling(top_k=2), TokenRecord())
 
 
 @pytest.mark.parametrize(
@@ -217,7 +238,7 @@ def test_reply_sets_are_recorded_if_they_contain_their_tokens():
     recorded = sets_from_lists(lists, tokens, 3)
     assert recorded["kept_ids"].tolist() == [[5, 2], [7, -1], [-1, -1]]
     assert sets_to_lists(recorded) == [[2, 5], [7], []] and sets_to_lists({}) is None
-    bits = kept_tokens(jnp.log(jnp.array([[0.4, 0.05, 0.5, 0.05]])), Sampling(top_p=0.8), 4)
+    bits = kept_tokens(jnp.log(jnp.array([[0.4, 0.05, 0.5, 0.05]])), Sampling(top_p=0.8), TokenRecord(4))
     assert sets_to_lists({name: np.asarray(one) for name, one in bits.items()}) == [[0, 2]]
     for wrong in (None, {}, [[2], [7]], [[2], [7], [1]], [[2], [7], ["4", 4]], [[2], [7], [4, -1]], [[2], 7, [4]]):
         assert sets_from_lists(wrong, tokens, 3) == {}

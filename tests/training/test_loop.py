@@ -28,6 +28,7 @@ from recjax.training.evaluation import evaluate_policy
 from recjax.training.schedule import expected_staleness
 from tests.closeness import assert_close
 from tests.commands import Command
+from tests.experience.rows import read_columns
 from tests.marks import slow
 from tests.training.counting import CountingLearner, Interrupted, count, prepared_batch, sampled_by
 from tests.training.tiny_run import one_device, train, train_until_killed, without_figures, without_times
@@ -401,6 +402,30 @@ def test_the_run_folder_holds_what_the_readme_says(tiny):
 
 
 @pytest.mark.slow
+def test_oversampling_keeps_the_shortest_completions(tiny):
+    def recorded(name, *options):
+        config = tiny(name, "experience.record=true", "training.steps=1", "evaluation.problems=2", *options)
+        rows = train(config)
+        groups = {}
+        for one in read_columns(config.record_file):
+            groups.setdefault(one.group_id, []).append(one)
+        return rows[-1], groups
+
+    _, whole = recorded("whole", "rollout.group_size=7")
+    row, kept = recorded("kept", "rollout.oversample=3")
+    lengths = {name: np.array([len(one.completion_tokens) for one in rows]) for name, rows in whole.items()}
+    drawn = np.concatenate(list(lengths.values()))
+    chosen = []
+    for name, rows in kept.items():
+        shortest = sorted(np.argsort(lengths[name], kind="stable")[:4])
+        assert [one.completion for one in rows] == [whole[name][place].completion for place in shortest]
+        chosen.extend(lengths[name][shortest])
+    dropped = (drawn.sum() - sum(chosen)) / (len(drawn) - len(chosen))
+    assert row["oversampling/kept_tokens"] == row["completion_length"] == np.mean(chosen)
+    assert row["oversampling/dropped_tokens"] == dropped > np.mean(chosen)
+    np.testing.assert_allclose(row["oversampling/length_bias"], np.mean(chosen) / drawn.mean() - 1)
+
+
 def test_behavior_weights_are_a_copy(tiny):
     learner.update.clear_cache()
     before = learner.update._cache_size()  # below 0 after `jax.clear_caches`

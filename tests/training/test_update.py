@@ -293,6 +293,19 @@ CENTERED = ["algorithm.score_centering={coefficient: 1.0}"]
 
 
 @pytest.mark.slow
+def test_centering_reads_the_recorded_sets_of_cuts(tiny):
+    """A set of top_k = 4 has at most twice as many tokens: eight recorded tokens are the same arrays."""
+    cut = "training.steps=3", "regime.sync_interval=3", "rollout.top_k=4", *CENTERED
+    by_sets = train(tiny("sets", *cut))
+    assert without_times(by_sets) == without_times(train(tiny("tokens", *cut, "rollout.recorded_top_k=8")))
+    for row in by_sets[1:]:
+        assert row["score_centering/recorded"] == 1.0
+        np.testing.assert_allclose(row["score_centering/top_probability"], 1.0, rtol=1e-6)
+    bare = train(tiny("bare", *cut[:3], "algorithm.score_centering={}"))
+    assert abs(by_sets[-1]["loss"] - bare[-1]["loss"]) > 1e-4
+
+
+@pytest.mark.slow
 def test_recorded_sets_act_alike_in_every_layout():
     generator, batch, decoder = np.random.default_rng(3), make_batch(), Decoder(CONFIG)
     kept = generator.random((*batch.completions.shape, 11)) < 0.4
