@@ -20,7 +20,7 @@ from recjax.models.trainable import combine
 from recjax.runs import start
 from recjax.runs.sources import source_of
 from recjax.serve import pushed_reader
-from recjax.sources import stored
+from recjax.sources import followed
 from recjax.sources.generators import Generators
 from recjax.sources.policy import PolicySource
 from recjax.tasks.loading import load_task
@@ -238,7 +238,7 @@ def finished(config: Config, kill_at: int | None = None, learner: Watched | None
         stack.enter_context(mesh_of(config))
         stack.enter_context(without_figures())
         stack.enter_context(mock.patch.object(loop, "train_steps", kept))
-        stack.enter_context(mock.patch.object(stored, "POLL_SECONDS", 0.001))
+        stack.enter_context(mock.patch.object(followed, "POLL_SECONDS", 0.001))
         config = stack.enter_context(served(config))
         start.train(config, sources=seen.source_of, learner=learner)
         run, state = last
