@@ -21,6 +21,7 @@ from recjax.experience.batch import FOREIGN, Batch, to_learn_from, with_part_wei
 from recjax.experience.group import Completion, Group
 from recjax.experience.layout import Layout, choose_layout, freely_routed, score
 from recjax.experience.queue import LEFT
+from recjax.models.placement import put_rows
 from recjax.models.trainable import combine, flatten
 from recjax.planning.dry_run import dry_run
 from recjax.store.store import Store
@@ -359,14 +360,9 @@ def gradient_and_loss(
     config = ran.config
     recipe = learner._recipe._replace(optimizer=make_optimizer(_SGD, config.model.average_rate))
     with mesh_of(config):
-        arguments = learner._update_arguments(
-            step.before,
-            step.batch if batch is None else batch,
-            step.layout if layout is None else layout,
-            step.number,
-            None,
-        )
-        _, arrays, layout, context = arguments
+        arrays = put_rows(step.batch if batch is None else batch)
+        layout = step.layout if layout is None else layout
+        context = learner._context(step.before, step.number, None)
         params = jax.tree.map(jax.device_put, step.before.params, learner.shardings)
         state = first_state(recipe.optimizer, params)
         if config.model.average_rate is not None:

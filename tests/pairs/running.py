@@ -83,6 +83,7 @@ class Watched(Learner):
 
     def __init__(self, kill_at: int | None = None):
         """Takes the number of the update of this call in whose place KeyboardInterrupt is raised."""
+        super().__init__()
         self.steps: list[Step] = []
         self._kill_at = kill_at
 
@@ -126,7 +127,7 @@ class Scripted(Generators):
         """No metrics."""
         return {}
 
-    def replace_weights(self, version, weights):
+    def offer_weights(self, weights, version):
         """Keeps a copy."""
         self._version = version
         self._weights = jax.tree.map(lambda leaf: leaf.copy(), weights())
