@@ -24,6 +24,7 @@ from recjax.experience.queue import LEFT
 from recjax.models.placement import put_rows
 from recjax.models.trainable import combine, flatten
 from recjax.planning.dry_run import dry_run
+from recjax.planning.targets import named_devices
 from recjax.store.store import Store
 from recjax.training import loop
 from recjax.training.update import Averaged, first_state, make_optimizer, update
@@ -115,8 +116,7 @@ def resumed_elsewhere(case: Case, ran: Finished) -> Iterator[str]:
 def dry_run_agrees(case: Case, ran: Finished) -> Iterator[str]:
     """A run that starts passes the dry run."""
     try:
-        with mesh_of(ran.config):
-            result = dry_run(ran.config)
+        result = dry_run(ran.config, named_devices("host") if "mesh" in case.row.values() else None)
     except UserError as error:
         yield f"the run starts, and its dry run is refused: {error}"
         return

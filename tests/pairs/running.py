@@ -18,6 +18,7 @@ from recjax.hub.policy import policy_alone
 from recjax.logs.metrics import read_metrics
 from recjax.models.trainable import combine
 from recjax.runs import start
+from recjax.runs.resolve import resolve_config
 from recjax.runs.sources import source_of
 from recjax.serve import pushed_reader
 from recjax.sources import followed
@@ -207,8 +208,7 @@ def served(config: Config) -> Iterator[Config]:
         yield config
         return
     task = load_task(config)
-    model = start.with_start(config)
-    policy = policy_alone(model, characters([*task.train, *task.evaluation]))
+    policy = policy_alone(resolve_config(config, False), characters([*task.train, *task.evaluation]))
     folder = Path(config.output).parent / "pushed"
     folder.mkdir(exist_ok=True)
     params = params_of(policy.decoder.config, 5)
