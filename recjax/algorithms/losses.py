@@ -206,9 +206,12 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
     weights = _row_weights(algorithm, tokens, rows, batch.minibatch)
     if first is not None:
         advantages = _copied_to_all_rows(advantages, first, kept)
-        weights = _copied_to_all_rows(weights, first, kept)
         tokens = tokens._replace(advantages=advantages)
         rows = rows._replace(kept=kept)
+        if weights.ndim == 2:
+            # Weights of tokens are not copied, so they need the values of all rows.
+            weights = _row_weights(algorithm, tokens, rows, batch.minibatch)
+        weights = _copied_to_all_rows(weights, first, kept)
     mask = _whole_batch_mask(algorithm, tokens, rows, batch.minibatch)
 
     # Advantages compare whole groups, but an update of a minibatch trains only its own rows.
