@@ -71,7 +71,8 @@ def resolve(preset: str, overrides: Mapping[str, Change]) -> dict[str, dict[str,
             resolved[axis] = {"name": name, **resolved_options(axis, str(name), function, options)}
         else:
             resolved[axis] = resolved_options(axis, axis, ADDED_TERMS[axis], options)
-            _check_is_on(axis, options, resolved[axis]["coefficient"])
+            # A preset's own options stay without a remark if the coefficient turns its term off.
+            _check_is_on(axis, _block(overrides.get(axis, {})), resolved[axis]["coefficient"])
     if resolved["objective"]["name"] == "pairwise_consistency":
         _check_pairwise(changes, resolved["weight"]["name"])
         return {axis: block for axis, block in resolved.items() if axis not in NOT_PAIRWISE}

@@ -112,6 +112,12 @@ def test_presets_options_hold_until_the_name_changes(monkeypatch):
     assert resolve("wide", {"clip": {}})["clip"] == wide["clip"] and PRESETS["wide"] == wide
 
 
+def test_a_preset_term_is_turned_off_by_its_coefficient_alone():
+    assert build_algorithm("sdpo", {"teacher_divergence": {"coefficient": 0}}).teacher_divergence is None
+    with pytest.raises(ValueError, match="teacher_divergence.top_k = 5: has no effect while"):
+        build_algorithm("sdpo", {"teacher_divergence": {"coefficient": 0, "top_k": 5}})
+
+
 @pytest.mark.parametrize(
     ("preset", "overrides", "parts"),
     [
