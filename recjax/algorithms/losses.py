@@ -736,7 +736,11 @@ def _top_weights(
         factors = jnp.where(rows.mask, factors, 0.0)
     elif algorithm.mask is not None:
         log_ratio = log_difference(tokens.logprobs, tokens.behavior_logprobs, mask)
-        is_kept = algorithm.mask(tokens._replace(log_ratio=log_ratio), row_values)
+        # The anchor is μ, or the algorithm would be refused.
+        compared = tokens._replace(
+            anchor_logprobs=tokens.behavior_logprobs, log_ratio=log_ratio, ratio=bounded_exp(log_ratio)
+        )
+        is_kept = algorithm.mask(compared, row_values)
         factors = jnp.where(is_kept, factors, 0.0)
 
     def weights_as_sampled(
