@@ -263,6 +263,8 @@ KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "entropy": ("algorithm.entropy={coefficient: 0.3}", "weights", always),
     "centering": ("algorithm.score_centering={coefficient: 0.5}", "weights", always),
     "adapters": ("model.lora={rank: 2, alpha: 16, targets: [query, down]}", "weights", always),
+    "answers": ("warm_start.learning_rate=0.01", "weights", always),
+    "demonstrations": ("warm_start.learning_rate=0.01", "weights", always),
     "mixture": ("task.mixture.more.reward_weights={length: -3.0}", "weights", always),
     "noise": ("rollout.drift={weights: noise, scale: 0.3}", "weights", always),
 }
