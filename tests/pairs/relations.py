@@ -110,7 +110,7 @@ def killed_and_resumed(case: Case, ran: Finished) -> Iterator[str]:
 
 def resumed_elsewhere(case: Case, ran: Finished) -> Iterator[str]:
     """A run of a mesh that resumes on one device makes the same next step, up to rounding."""
-    if "mesh" not in case.row.values():
+    if "mesh" not in case.row.values() or "async" in case.row.values():
         return NOT_HERE
     case.killed("elsewhere", 4)
     again = case.run("elsewhere", ["mesh.data=1", "mesh.fsdp=1"], fresh=False)
@@ -394,7 +394,7 @@ def gradient_and_loss(
     """The gradient, which is what an SGD step of rate 1 takes off, and the loss of an update.
 
     Args:
-        algorithm: another algorithm, with options of its own for its advantage.
+        algorithm: another algorithm, which takes the options of axes that it has from the run's.
         others: parameters of other models, by their names in the update's context.
     """
     learner = ran.learner
@@ -415,7 +415,8 @@ def gradient_and_loss(
         if algorithm is not None:
             recipe = recipe._replace(algorithm=algorithm)
             options = numbers["algorithm"]
-            numbers["algorithm"] = {axis: options[axis] for axis in options if axis != "advantage"}
+            kept = [axis for axis in options if getattr(algorithm, axis) == getattr(learner._recipe.algorithm, axis)]
+            numbers["algorithm"] = {axis: options[axis] for axis in kept}
         context = context._replace(hyperparameters=numbers, proximal_logprobs=step.proximal, **others)
         new, metrics, _ = update(state, arrays, layout, context, recipe=recipe)
         new = jax.device_get(new.params)
@@ -811,12 +812,9 @@ def other_models_are_those_of_the_page(case: Case, ran: Finished) -> Iterator[st
             mask = mask & np.asarray(step.layout.rows)[:, None]
         change = (scored - step.logprobs)[mask]
         k3 = float(np.mean(np.exp(change) - change - 1))
-        # With equal rewards, the loss of these objectives is the KL alone, a mean over tokens.
-        axes = {"objective", "teacher", "groups"} & {*case.row}
-        if axes or case.row.get("completions") in ("turn returns", "observed turns"):
-            return None if applied else NOT_HERE
-        equal = step.batch._replace(rewards=np.ones_like(np.asarray(step.batch.rewards)))
-        loss = gradient_and_loss(ran, step, batch=equal)[1] / 0.2
+        # Without a policy gradient and other terms, the loss is the KL alone, a mean over tokens.
+        kl = Algorithm(advantage=Axis(no_advantages), reference_kl=ran.learner._recipe.algorithm.reference_kl)
+        loss = gradient_and_loss(ran, step, algorithm=kl)[1] / 0.2
         if not math.isclose(loss, k3, rel_tol=1e-3, abs_tol=1e-5):
             yield f"the KL to the reference is {loss:.4g} in the loss, and scored alone it is {k3:.4g}"
     return None if applied else NOT_HERE
