@@ -48,10 +48,10 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
     },
     "experience": {
         "own": [],
-        "mixed rows": ["experience.mix.store=<store>"],
+        "mixed rows": ["experience.mix.store=<initial>"],
         "mixed groups": ["experience.mix.store=<store>", "experience.mix.of=batch"],
         "foreign rows": ["experience.mix.store=<foreign>", *FOREIGN],
-        "stored": ["experience.store=<store>"],
+        "stored": ["experience.store=<uneven>"],
         "stored trajectories": ["experience.store=<trajectories>"],
         "followed": ["experience.store=<store>", "experience.follow=true", CONTEXT],
     },
@@ -110,7 +110,7 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
     },
     "teacher": {
         "no teacher": [],
-        "distillation": ["model.teacher=<teacher>", "algorithm.distillation={coefficient: 0.5}"],
+        "distillation": ["model.teacher=<expert_teacher>", "algorithm.distillation={coefficient: 0.5}"],
         "hybrid teacher": ["model.teacher=<delta_teacher>", DIVERGES],
         "own lessons": ["model.teacher=policy", *LESSON, DIVERGES],
         "first teacher": ["model.teacher=policy", "model.teacher_rate=0.0", DIVERGES],
@@ -131,6 +131,16 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
         "experts": ["model.path=<experts>"],
         "hybrid": ["model.path=<delta>"],
         "continued": ["model.run=<parent>"],
+    },
+    "start": {
+        "no warm start": [],
+        "answers": ["warm_start.steps=2", "warm_start.batch_size=8"],
+        "demonstrations": [
+            "warm_start.steps=2",
+            "warm_start.batch_size=8",
+            "warm_start.learning_rate=0.001",
+            "warm_start.demonstrations=<chats.jsonl>",
+        ],
     },
     "problems": {
         "sums": [],
@@ -253,6 +263,8 @@ KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "entropy": ("algorithm.entropy={coefficient: 0.3}", "weights", always),
     "centering": ("algorithm.score_centering={coefficient: 0.5}", "weights", always),
     "adapters": ("model.lora={rank: 2, alpha: 16, targets: [query, down]}", "weights", always),
+    "answers": ("warm_start.learning_rate=0.01", "weights", always),
+    "demonstrations": ("warm_start.learning_rate=0.01", "weights", always),
     "mixture": ("task.mixture.more.reward_weights={length: -3.0}", "weights", always),
     "noise": ("rollout.drift={weights: noise, scale: 0.3}", "weights", always),
 }

@@ -232,7 +232,7 @@ def finished(config: Config, kill_at: int | None = None, learner: Watched | None
 
     def kept(run: Run, state: State) -> State:
         state = train_steps(run, state)
-        last.extend((run, state))
+        last[:] = run, state  # a warm start on demonstrations trains before the run itself
         return state
 
     with contextlib.ExitStack() as stack:
