@@ -220,9 +220,7 @@ def _differ(recorded: float, total: float) -> bool:
     return abs(total - recorded) > 1e-4 * max(1.0, abs(total))
 
 
-def check_prompts(
-    groups: StoredGroups, by_problem: bool, store: str, prompts: Prompts, seats: Collection[str]
-) -> None:
+def check_prompts(groups: StoredGroups, by_problem: bool, store: str, prompts: Prompts, seats: Collection[str]) -> None:
     """Logs the number of training prompts with stored completions, which join the groups of their prompts and seats.
 
     Args:

@@ -107,11 +107,11 @@ class Campaign:
 
     @contextlib.contextmanager
     def _timed(self, relation: str) -> Iterator[None]:
-        began = time.process_time()
+        began = processor_seconds()
         try:
             yield
         finally:
-            self.seconds[relation] += time.process_time() - began
+            self.seconds[relation] += processor_seconds() - began
 
     def check_refusals(self) -> list[Hit]:
         """The rows of REFUSED_AT_START that are not refused by name, which it also keeps."""
@@ -153,6 +153,12 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
+def processor_seconds() -> float:
+    """Seconds of the processor of this process, and of those that it started and that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
 def forget_programs() -> None:
     """Forgets compiled programs when they fill memory, or the memory maps that Linux lets a process have."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -162,6 +168,14 @@ def forget_programs() -> None:
 
         jax.clear_caches()
         gc.collect()
+
+
+def keep_programs(folder: Path) -> None:
+    """Reads and writes compiled programs in this folder, also in processes that this one starts."""
+    import jax  # imported here, because the tests' settings must be set before
+
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def random_row(chance: random.Random) -> Row:
@@ -204,7 +218,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="seed of the random rows; default: a new one")
     parser.add_argument("--part", default="1/1", help="K/N: every Nth row from the Kth on, for N processes")
     parser.add_argument("--whole", action="store_true", help="do not look for the smallest row that shows a fault")
-    parser.add_argument("--folder", help="keep the models and stores that runs read here, for the next command")
+    parser.add_argument("--folder", help="keep models, stores and compiled programs here, for the next command")
     parser.add_argument("--table", action="store_true", help="print the pairs, and run nothing")
     parser.add_argument("--write", action="store_true", help="write a new array, and run nothing")
     return parser.parse_args()
@@ -232,15 +246,19 @@ def main() -> None:
         print(pair_table())
         return
     logging.getLogger("recjax").setLevel(logging.ERROR)
-    tqdm.display = lambda *arguments, **named: True  # no progress bars between the rows
+    # No progress bars between the rows, and no lines of bars either.
+    tqdm.display = lambda *arguments, **named: True
+    tqdm.write = staticmethod(lambda text, file=None, **named: None if file is None else print(text, file=file))
 
     def say(text: str) -> None:
         print(text, flush=True)
 
+    if given.folder:
+        keep_programs(Path(given.folder) / "programs")
     part, parts = map(int, given.part.split("/"))
     rows = chosen_rows(given, say)[part - 1 :: parts]
     relations = [name for name in RELATIONS if given.only is None or name in given.only]
-    began, began_cpu = time.monotonic(), time.process_time()
+    began, began_cpu = time.monotonic(), processor_seconds()
     with tempfile.TemporaryDirectory(prefix="recjax-pairs-") as folder:
         materials = Materials(Path(given.folder or f"{folder}/materials"))
         campaign = Campaign(materials, Path(folder), relations)
@@ -261,7 +279,7 @@ def main() -> None:
         hits = sum(hit.relation == relation for hit in campaign.hits)
         seconds = campaign.seconds[relation]
         say(f"{relation:<40} {campaign.applied[relation]:>5} {hits:>5} {seconds:>8.0f}")
-    seconds = f"{time.monotonic() - began:.0f} seconds, {time.process_time() - began_cpu:.0f} of the processor"
+    seconds = f"{time.monotonic() - began:.0f} seconds, {processor_seconds() - began_cpu:.0f} of the processor"
     say(f"{campaign.rows} rows, {sum(campaign.applied.values())} checks, {len(campaign.hits)} hits, {seconds}")
     sys.exit(bool(campaign.hits))
 
