@@ -70,7 +70,6 @@ class AgentGrader:
 
         if trial.needs_reward:
             grade = next(task_grades)
-            assert grade.reward_parts is not None
         else:
             grade = Grade(None, returned, failure=FAILURES[0])
         reward = grade.reward
@@ -88,7 +87,9 @@ class AgentGrader:
         if trial.policy.rewards:
             turn_rewards = [trial.policy.rewards.get(turn, 0.0) for turn in range(len(completion.turns))]
             turns = tuple(weights.get(SCORE, 1.0) * turn_reward for turn_reward in turn_rewards)
-        grade = grade._replace(reward=reward, reward_parts=parts, turns=turns)
+        grade = grade._replace(reward=reward, turns=turns)
+        if reward is not None:
+            grade = grade._replace(reward_parts=parts)
         grade = with_counts(grade, completion, weights)
         if trial.needs_reward:
             return grade
@@ -152,9 +153,10 @@ def _returned_parts(trial: Trial) -> dict[str, float]:
 
 
 def with_counts(grade: Grade, completion: Completion, weights: Mapping[str, float]) -> Grade:
-    """Adds the parts that count turns and rows to a grade, and their weighted values to its reward."""
+    """Adds the parts that count turns and rows to a grade with a reward, and their weighted values to the reward."""
+    if grade.reward is None:
+        return grade
     counts = {TURNS: float(len(completion.turns)), ROWS: float(len(completion.rows))}
-    reward = grade.reward
-    if reward is not None:
-        reward = float(np.float32(reward + sum(weights[name] * value for name, value in counts.items())))
+    weighted = sum(weights[name] * value for name, value in counts.items())
+    reward = float(np.float32(grade.reward + weighted))
     return grade._replace(reward=reward, reward_parts=(grade.reward_parts or {}) | counts)

@@ -721,8 +721,12 @@ class Config(ConfigBlock):
         for name, value in changes.items():
             *blocks, key_name = full_name(name, value).split(".")
             inner = values
-            for block in blocks:
-                if not isinstance(inner.get(block), dict):
+            for depth, block in enumerate(blocks, 1):
+                before = inner.get(block)
+                short_form = SHORT_FORMS.get(".".join(blocks[:depth]))
+                if isinstance(before, str) and short_form and key_name != "name":
+                    inner[block] = short_form(before)
+                elif not isinstance(before, dict):
                     inner[block] = {}
                 inner = inner[block]
             inner[key_name] = value

@@ -261,6 +261,9 @@ class Grades:
             grade = Grade(
                 reward=_known(reward), reward_parts=reward_parts, accurate=known_right, failure=FAILURES[failure]
             )
+            if grade.reward is None:
+                # The length of a completion is known, but it is no part of a reward that does not exist.
+                grade = grade._replace(reward_parts=None)
             grades.append(grade)
         return self._complete(grades)
 

@@ -75,7 +75,7 @@ def prepare(
         mix = config.experience.mix
         joins_groups = mix.of == "group"
         if joins_groups:
-            check_prompts(stored.groups, agents is not None, mix.store, train)
+            check_prompts(stored.groups, agents is not None, mix.store, train, config.task.trained_seats)
     if config.training.tokens_per_micro_batch:
         shape_for(config, batch_shape(config, train, stored), row_shards())
     if config.model.freeze:

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -220,24 +220,35 @@ def _differ(recorded: float, total: float) -> bool:
     return abs(total - recorded) > 1e-4 * max(1.0, abs(total))
 
 
-def check_prompts(groups: StoredGroups, by_problem: bool, store: str, prompts: Prompts) -> None:
-    """Logs the number of training prompts with stored completions, which join the groups of their prompts.
+def check_prompts(groups: StoredGroups, by_problem: bool, store: str, prompts: Prompts, seats: Collection[str]) -> None:
+    """Logs the number of training prompts with stored completions, which join the groups of their prompts and seats.
 
     Args:
         by_problem: see `stored_groups.content_of`.
+        seats: `TaskConfig.trained_seats`.
     Raises:
-        UserError: no training prompt has stored completions.
+        UserError: no training prompt has stored completions, or none of them is of these seats.
     """
     task_contents = []
     for tokens, mask, problem in zip(prompts.tokens, prompts.mask, prompts.problems, strict=True):
         group = Group("", tokens[mask], (), problem.prompt, problem.answer)
         task_contents.append(signed_hash(content_of(group, by_problem)))
-    shared = int(np.isin(task_contents, groups.contents(by_problem)).sum())
+    contents = groups.contents(by_problem)
+    shared = int(np.isin(task_contents, contents).sum())
     if not shared:
         raise UserError(
             "experience.mix.store",
             f"has no completions of the task's {len(task_contents)} training prompts, and only rows with the same"
             " prompt tokens join a group",
+            "add completions, or set experience.mix.of to batch",
+            value=store,
+        )
+    same_prompts = groups.chosen(np.isin(contents, task_contents))
+    if not any((group.seat or "") in seats for group in same_prompts):
+        wanted = f"of the seats {', '.join(seats)}" if any(seats) else "without a seat"
+        raise UserError(
+            "experience.mix.store",
+            f"has no completions {wanted}, and completions join only groups of their own seat",
             "add completions, or set experience.mix.of to batch",
             value=store,
         )

@@ -566,6 +566,17 @@ def test_weights_of_agents_are_those_of_their_task(made):
         opened.grades([Trial(player, {"b": 1.0}, None, "", "")], [completion], {}, [])
 
 
+def test_a_trial_without_a_reward_has_no_parts(made):
+    config, *_ = made("one_turn")
+    row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)
+    completion = Completion("a", "policy", "", (row,), None, 0, False, turns=(Turn(0, 6),))
+    for turns in ({}, {0: 1.0}):
+        player = SimpleNamespace(rewards=turns, rewarded=sum(turns.values()) if turns else None)
+        ungraded = Grade(None, None, None, "no_reward")
+        (grade,) = AgentGrader(config).grades([Trial(player, None, None, "", "")], [completion], {}, [ungraded])
+        assert grade.reward is None and grade.reward_parts is None
+
+
 def test_an_agents_part_has_one_weight(made):
     config, *_ = made("one_turn", "algorithm.preset=gdpo")
     row = Row(np.ones(2, np.int32), np.ones(6, np.int32), np.ones(6, bool), None)

@@ -96,6 +96,23 @@ def test_klpo_regresses_log_ratios_whatever_the_reward_is():
     assert np.abs(expected).max() > 5e-3
 
 
+def likely(behavior_logprobs):
+    return behavior_logprobs > -2.5
+
+
+def likely_at_anchor(anchor_logprobs, ratio):
+    return (anchor_logprobs > -2.5) & (ratio > 0)
+
+
+def test_a_mask_reads_the_anchor_of_centered_tokens():
+    found = []
+    for mask in (likely, likely_at_anchor):
+        changes = WEIGHTS["truncated"] | {"mask": {"name": mask}, "score_centering": {"coefficient": 1.0}}
+        found.append(mean_gradient(build_algorithm("reinforce", changes), 1.0, 4))
+    assert np.abs(found[0]).max() > 1e-3
+    np.testing.assert_allclose(found[1], found[0], atol=1e-7)
+
+
 def test_unrecorded_tokens_keep_only_their_own_bias():
     logits, behavior, ids = distributions(4)
     policy = np.exp(np.asarray(logits, float))

@@ -16,7 +16,9 @@ from tests.marks import campaign_except
 
 # Of each kind that relates the tokens or the rows of a completion, at least one; the quick ones are of other kinds.
 QUICK = ("gspo", "opmd", "opo", "pairwise_consistency")
+WEIGHS_TOKENS = "reinforce"
 PRESETS = {
+    WEIGHS_TOKENS: {"weight": {"name": "tests.algorithms.test_trajectories:of_tokens"}},
     "grpo": {"reduction": {"name": "fixed_length", "length": 5}, "entropy": {"coefficient": 0.05}},
     "rloo": {},
     "gspo": {},
@@ -37,6 +39,11 @@ PRESETS = {
     "respo": {},
     "klpo": {"score_centering": {"coefficient": 0}, "log_ratio_penalty": {"level": "completion"}},
 }
+
+
+def of_tokens(advantages, kept, completion_mask):
+    """A weight of each token that follows from what its completion got."""
+    return jnp.where(completion_mask & kept[:, None], 1 + jnp.abs(advantages)[:, None], 0.0)
 
 
 def halves(example: Example) -> tuple[Example, np.ndarray]:
@@ -67,7 +74,7 @@ def numbers(algorithm, example: Example, trajectories=None):
     return one, gradient, rows, diagnostics.diagnose(algorithm, rows, *seen)
 
 
-@pytest.mark.parametrize("preset", campaign_except(PRESETS, *QUICK[:1], slow=QUICK[1:]))
+@pytest.mark.parametrize("preset", campaign_except(PRESETS, WEIGHS_TOKENS, *QUICK[:1], slow=QUICK[1:]))
 def test_two_rows_of_a_trajectory_are_one_completion(preset):
     algorithm, example = build_algorithm(preset, PRESETS[preset]), make_example()
     split, trajectories = halves(example)

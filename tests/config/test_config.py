@@ -287,6 +287,16 @@ def test_short_forms_keep_their_meaning_under_overrides(values, overrides, name,
     assert value_of(make_config(base | values, overrides), name) == expected
 
 
+def test_a_replaced_option_keeps_a_schedule_named_by_a_text():
+    config = make_config(
+        {"output": "o", "model": {"path": "m"}, "task": "gsm8k", "optimizer": {"schedule": "linear"}}, []
+    )
+    schedule = config.replace(**{"optimizer.schedule.end_value": 0.1}).optimizer.schedule
+    assert schedule["name"] == "linear_schedule" and schedule["end_value"] == 0.1
+    named = config.replace(**{"optimizer.schedule.name": "cosine_decay_schedule"})
+    assert named.optimizer.schedule == {"name": "cosine_decay_schedule"}
+
+
 @pytest.mark.parametrize(
     ("values", "override", "message"),
     [

@@ -6,6 +6,7 @@ pairs and starts no run. `--write` makes a new array after a change of the table
 """
 
 import argparse
+import contextlib
 import gc
 import itertools
 import logging
@@ -15,10 +16,13 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from tqdm import tqdm
 
 import tests.conftest  # noqa: F401  (first: four devices and shape checks, before JAX and recjax are imported)
 from recjax.errors import UserError
@@ -54,7 +58,8 @@ class Campaign:
     Attributes:
         applied: number of rows on which each relation was checked.
         hits: the relations that rows break.
-        runs: number of runs of the campaign's rows.
+        rows: number of rows.
+        seconds: processor seconds of each relation, with the runs that it makes.
     """
 
     def __init__(self, materials: Materials, folder: Path, relations: Sequence[str]):
@@ -62,6 +67,7 @@ class Campaign:
         self.applied: Counter[str] = Counter()
         self.hits: list[Hit] = []
         self.rows = 0
+        self.seconds: Counter[str] = Counter()
         self._materials = materials
         self._folder = folder
         self._relations = relations
@@ -80,15 +86,17 @@ class Campaign:
         try:
             applied[RUNS] += 1
             try:
-                ran = case.run("first")
+                with self._timed(RUNS):
+                    ran = case.run("first")
             except Exception as error:
-                return [(RUNS, f"{type(error).__name__}: {error}")]
+                return [(RUNS, _line(error))]
             found = []
             for relation in relations:
                 try:
-                    broken = problems(relation, case, ran)
+                    with self._timed(relation):
+                        broken = problems(relation, case, ran)
                 except Exception as error:  # a run of the relation may be what breaks
-                    broken = [f"{type(error).__name__}: {error}"]
+                    broken = [_line(error)]
                 if broken is not None:
                     applied[relation] += 1
                     found += [(relation, problem) for problem in broken[:1]]
@@ -96,6 +104,14 @@ class Campaign:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             forget_programs()
+
+    @contextlib.contextmanager
+    def _timed(self, relation: str) -> Iterator[None]:
+        began = processor_seconds()
+        try:
+            yield
+        finally:
+            self.seconds[relation] += processor_seconds() - began
 
     def check_refusals(self) -> list[Hit]:
         """The rows of REFUSED_AT_START that are not refused by name, which it also keeps."""
@@ -112,7 +128,7 @@ class Campaign:
             except (UserError, Stuck):
                 pass
             except Exception as error:
-                hits.append(Hit(REFUSALS, row, f"{type(error).__name__}: {error}"))
+                hits.append(Hit(REFUSALS, row, _line(error)))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         self.hits += hits
@@ -131,6 +147,18 @@ class Campaign:
         return row
 
 
+def _line(error: Exception) -> str:
+    """An error as a problem, with the innermost line of code that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+
+
+def processor_seconds() -> float:
+    """Seconds of the processor of this process, and of those that it started and that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
 def forget_programs() -> None:
     """Forgets compiled programs when they fill memory, or the memory maps that Linux lets a process have."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -140,6 +168,14 @@ def forget_programs() -> None:
 
         jax.clear_caches()
         gc.collect()
+
+
+def keep_programs(folder: Path) -> None:
+    """Reads and writes compiled programs in this folder, also in processes that this one starts."""
+    import jax  # imported here, because the tests' settings must be set before
+
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def random_row(chance: random.Random) -> Row:
@@ -182,7 +218,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="seed of the random rows; default: a new one")
     parser.add_argument("--part", default="1/1", help="K/N: every Nth row from the Kth on, for N processes")
     parser.add_argument("--whole", action="store_true", help="do not look for the smallest row that shows a fault")
-    parser.add_argument("--folder", help="keep the models and stores that runs read here, for the next command")
+    parser.add_argument("--folder", help="keep models, stores and compiled programs here, for the next command")
     parser.add_argument("--table", action="store_true", help="print the pairs, and run nothing")
     parser.add_argument("--write", action="store_true", help="write a new array, and run nothing")
     return parser.parse_args()
@@ -210,14 +246,19 @@ def main() -> None:
         print(pair_table())
         return
     logging.getLogger("recjax").setLevel(logging.ERROR)
+    # No progress bars between the rows, and no lines of bars either.
+    tqdm.display = lambda *arguments, **named: True
+    tqdm.write = staticmethod(lambda text, file=None, **named: None if file is None else print(text, file=file))
 
     def say(text: str) -> None:
         print(text, flush=True)
 
+    if given.folder:
+        keep_programs(Path(given.folder) / "programs")
     part, parts = map(int, given.part.split("/"))
     rows = chosen_rows(given, say)[part - 1 :: parts]
     relations = [name for name in RELATIONS if given.only is None or name in given.only]
-    began, began_cpu = time.monotonic(), time.process_time()
+    began, began_cpu = time.monotonic(), processor_seconds()
     with tempfile.TemporaryDirectory(prefix="recjax-pairs-") as folder:
         materials = Materials(Path(given.folder or f"{folder}/materials"))
         campaign = Campaign(materials, Path(folder), relations)
@@ -225,17 +266,20 @@ def main() -> None:
             for hit in campaign.check_refusals():
                 say(f"{hit.relation}: {named(hit.row)}: {hit.problem}")
         for number, row in enumerate(rows, 1):
+            before = campaign.seconds.total()
             hits = campaign.check(row)
-            say(f"{number}/{len(rows)} {time.monotonic() - began:.0f} s: {named(row)}{': BROKEN' * bool(hits)}")
+            seconds = f"{campaign.seconds.total() - before:.0f} s, at {time.monotonic() - began:.0f} s"
+            say(f"{number}/{len(rows)} {seconds}: {named(row)}{': BROKEN' * bool(hits)}")
             for hit in hits:
                 say(f"  {hit.relation}: {hit.problem}\n    {hit.command}")
                 if not given.whole and len(hit.row) > 1:
                     say(f"    smallest: {hit._replace(row=campaign.smallest(hit)).command}")
-    say(f"\n{'relation':<40} {'rows':>5} {'hits':>5}")
+    say(f"\n{'relation':<40} {'rows':>5} {'hits':>5} {'seconds':>8}")
     for relation in (REFUSALS, RUNS, *relations):
         hits = sum(hit.relation == relation for hit in campaign.hits)
-        say(f"{relation:<40} {campaign.applied[relation]:>5} {hits:>5}")
-    seconds = f"{time.monotonic() - began:.0f} seconds, {time.process_time() - began_cpu:.0f} of the processor"
+        seconds = campaign.seconds[relation]
+        say(f"{relation:<40} {campaign.applied[relation]:>5} {hits:>5} {seconds:>8.0f}")
+    seconds = f"{time.monotonic() - began:.0f} seconds, {processor_seconds() - began_cpu:.0f} of the processor"
     say(f"{campaign.rows} rows, {sum(campaign.applied.values())} checks, {len(campaign.hits)} hits, {seconds}")
     sys.exit(bool(campaign.hits))
 

@@ -48,10 +48,10 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
     },
     "experience": {
         "own": [],
-        "mixed rows": ["experience.mix.store=<store>"],
+        "mixed rows": ["experience.mix.store=<initial>"],
         "mixed groups": ["experience.mix.store=<store>", "experience.mix.of=batch"],
         "foreign rows": ["experience.mix.store=<foreign>", *FOREIGN],
-        "stored": ["experience.store=<store>"],
+        "stored": ["experience.store=<uneven>"],
         "stored trajectories": ["experience.store=<trajectories>"],
         "followed": ["experience.store=<store>", "experience.follow=true", CONTEXT],
     },
@@ -110,7 +110,7 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
     },
     "teacher": {
         "no teacher": [],
-        "distillation": ["model.teacher=<teacher>", "algorithm.distillation={coefficient: 0.5}"],
+        "distillation": ["model.teacher=<expert_teacher>", "algorithm.distillation={coefficient: 0.5}"],
         "hybrid teacher": ["model.teacher=<delta_teacher>", DIVERGES],
         "own lessons": ["model.teacher=policy", *LESSON, DIVERGES],
         "first teacher": ["model.teacher=policy", "model.teacher_rate=0.0", DIVERGES],
@@ -131,6 +131,16 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
         "experts": ["model.path=<experts>"],
         "hybrid": ["model.path=<delta>"],
         "continued": ["model.run=<parent>"],
+    },
+    "start": {
+        "no warm start": [],
+        "answers": ["warm_start.steps=2", "warm_start.batch_size=8"],
+        "demonstrations": [
+            "warm_start.steps=2",
+            "warm_start.batch_size=8",
+            "warm_start.learning_rate=0.001",
+            "warm_start.demonstrations=<chats.jsonl>",
+        ],
     },
     "problems": {
         "sums": [],
@@ -182,6 +192,7 @@ REFUSED_AT_START: Mapping[tuple[str | frozenset[str], ...], str] = {
     (_OTHER_SAMPLING, frozenset({"mixed rows", "mixed groups", "stored", "stored trajectories"})): (
         "the store's completions were sampled from another distribution"
     ),
+    ("mixed rows", frozenset({"seats", "frozen seat"})): "completions join only groups of their own seat",
     (_OTHER_SAMPLING, "followed"): "the run would wait for completions of its own distribution",
     ("own lessons", "stored trajectories"): "a teacher's prompts need single turns",
     ("no verdict", frozenset({"kept", "curriculum"})): "the reward says not which answers are right",
@@ -219,6 +230,11 @@ def _lasts(ran: Any) -> bool:
     return len(ran.steps) > 2
 
 
+def _has_three_batches(ran: Any) -> bool:
+    """True if there is a third batch, the first one for which other weights can sample."""
+    return len(ran.steps) > 2 * ran.config.training.updates
+
+
 def _failed(ran: Any) -> bool:
     """True if some agent of the first batch failed beside others that did not."""
     groups = ran.taken[1]
@@ -232,8 +248,8 @@ def _failed(ran: Any) -> bool:
 # Another value of a number that belongs to a feature; whether it must change the weights or only some metric; and in
 # which runs.
 KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
-    "interval": ("regime.sync_interval=2", "weights", _lasts),
-    "ahead": ("regime.sync_offset=1", "weights", _lasts),
+    "interval": ("regime.sync_interval=2", "weights", _has_three_batches),
+    "ahead": ("regime.sync_offset=1", "weights", _has_three_batches),
     "two passes": ("training.updates_per_batch=1", "weights", _lasts),
     "minibatches": ("training.minibatches=1", "weights", _lasts),
     "late": ("experience.late={longest: 1}", "metric", always),
@@ -253,6 +269,8 @@ KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "entropy": ("algorithm.entropy={coefficient: 0.3}", "weights", always),
     "centering": ("algorithm.score_centering={coefficient: 0.5}", "weights", always),
     "adapters": ("model.lora={rank: 2, alpha: 16, targets: [query, down]}", "weights", always),
+    "answers": ("warm_start.learning_rate=0.01", "weights", always),
+    "demonstrations": ("warm_start.learning_rate=0.01", "weights", always),
     "mixture": ("task.mixture.more.reward_weights={length: -3.0}", "weights", always),
     "noise": ("rollout.drift={weights: noise, scale: 0.3}", "weights", always),
 }

@@ -1,18 +1,21 @@
 """Models, stores and runs that the configs of the array name; each is made when a config first names it."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from recjax.config import Config, make_config
+from recjax.experience.records import Record
 from recjax.hub.export import export_model, write_base
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.hub.weights import read_config
 from recjax.models.decoder_config import DecoderConfig
-from tests.experience.rows import append_columns, read_columns
+from tests.experience.rows import append, read
 from tests.pairs.features import BASE
 from tests.tiny import params_of
 from tests.training.tiny_run import train
@@ -78,6 +81,21 @@ def write_model(folder: Path, config: DecoderConfig, seed: int, fields: dict | N
     export_model(folder, config, jax.device_get(params_of(config, seed)), base)
 
 
+def _with(record: Record, **changes: Any) -> Record:
+    """A record with other fields of its completion."""
+    completion = record.completion._replace(**changes)
+    return record._replace(group=record.group._replace(completions=(completion,)), number=0)
+
+
+def uneven(records: Sequence[Record]) -> list[Record]:
+    """Records without some completions, so that groups have two to four of four."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.group.id, []).append(_with(record))
+    kept = [group[number % 3 :] for number, group in enumerate(groups.values())]
+    return list(itertools.chain.from_iterable(kept))
+
+
 class Materials:
     """Files under one folder, made by name when a config first needs them."""
 
@@ -90,11 +108,16 @@ class Materials:
             "experts": lambda path: write_model(path, DENSE, 2, EXPERTS),
             "delta": lambda path: write_model(path, DENSE, 3, DELTA),
             "teacher": lambda path: write_model(path, DENSE, 4),
+            "expert_teacher": lambda path: write_model(path, DENSE, 6, EXPERTS),
             "delta_teacher": lambda path: write_model(path, DENSE, 5, DELTA),
             "parent": self._make_parent,
             "store": self._make_store,
+            "initial": self._make_initial,
+            "uneven": self._make_uneven,
             "foreign": self._make_foreign,
+            "recorded_turns": self._make_recorded_turns,
             "trajectories": self._make_trajectories,
+            "chats.jsonl": self._make_chats,
         }
 
     def __getitem__(self, name: str) -> str:
@@ -102,7 +125,7 @@ class Materials:
         path = self.folder / name
         if not path.exists():
             self._makers[name](path)
-        return f"{path}/experience.db" if name in ("store", "trajectories") else str(path)
+        return f"{path}/experience.db" if name in ("store", "recorded_turns") else str(path)
 
     def config(self, *options: str) -> Config:
         """The base config with options, in which `<name>` stands for the path of a material."""
@@ -126,12 +149,33 @@ class Materials:
         options += ["rollout.recorded_top_k=4"]
         train(self.config("model.path=<teacher>", f"output={path}", *options))
 
+    def _make_initial(self, path: Path) -> None:
+        # As `recjax.generate_experience` writes them: one policy, before its first update.
+        append(path, [_with(record, policy_version=0) for record in read(self["store"])])
+
+    def _make_uneven(self, path: Path) -> None:
+        append(path, uneven(read(self["store"])))
+
     def _make_foreign(self, path: Path) -> None:
-        unknown = {"behavior_logprobs": None, "policy_version": None, "temperature": None, "top_k": None, "top_p": None}
-        rows = [row._replace(source="expert", **unknown) for row in read_columns(self["store"])]
-        append_columns(path, rows)
+        unknown = {"source": "expert", "policy_version": None, "sampling": None}
+        records = []
+        for record in read(self["store"]):
+            rows = tuple(row._replace(behavior_logprobs=None) for row in record.completion.rows)
+            records.append(_with(record, rows=rows, **unknown))
+        append(path, records)
 
     def _make_trajectories(self, path: Path) -> None:
+        append(path, uneven(read(self["recorded_turns"])))
+
+    def _make_recorded_turns(self, path: Path) -> None:
         options = ["experience.record=true", "training.steps=6", "optimizer.learning_rate=0", "seed=13"]
         agent = ["task.agent=tests.pairs.programs:cut_contexts", "rollout.max_context_tokens=32"]
         train(self.config("model.path=<teacher>", f"output={path}", *options, *agent))
+
+    def _make_chats(self, path: Path) -> None:
+        chats = [
+            {"messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": f"{a + b}"}]}
+            for a in range(1, 9)
+            for b in range(1, 4)
+        ]
+        path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))

@@ -45,9 +45,11 @@ async def several_turns(problem: Problem, policy: AgentPolicy) -> dict[str, floa
 
 
 async def cut_contexts(problem: Problem, policy: AgentPolicy) -> dict[str, float]:
-    """Two turns; the second one forgets the first, so that a completion has two rows."""
+    """One or two turns; the second one forgets the first, so that a completion has two rows."""
     first = await policy.complete(problem.prompt)
     policy.reward(score(first.text)["digits"])
+    if first.text[:1] in ("5", "6", "7", "8", "9"):
+        return {"accuracy": 0.0}
     second = await policy.complete("7" + problem.prompt, max_tokens=3)
     return {"accuracy": score(second.text)["accuracy"]}
 

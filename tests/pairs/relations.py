@@ -9,20 +9,29 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+from recjax.algorithms.algorithm import Algorithm
+from recjax.algorithms.axis import Axis
+from recjax.algorithms.batch_advantages import no_advantages
 from recjax.config import OptimizerConfig
 from recjax.errors import UserError
-from recjax.experience.batch import FOREIGN, Batch, to_learn_from, with_part_weights
+from recjax.experience.batch import FOREIGN, Batch, row_places, to_learn_from, with_part_weights
 from recjax.experience.group import Completion, Group
 from recjax.experience.layout import Layout, choose_layout, freely_routed, score
+from recjax.experience.packing import RowShape, pack
 from recjax.experience.queue import LEFT
+from recjax.hub.weights import load_pretrained
+from recjax.models.placement import put_rows
 from recjax.models.trainable import combine, flatten
 from recjax.planning.dry_run import dry_run
+from recjax.planning.targets import named_devices
+from recjax.runs.policies import open_policy
 from recjax.store.store import Store
 from recjax.training import loop
 from recjax.training.update import Averaged, first_state, make_optimizer, update
@@ -101,7 +110,7 @@ def killed_and_resumed(case: Case, ran: Finished) -> Iterator[str]:
 
 def resumed_elsewhere(case: Case, ran: Finished) -> Iterator[str]:
     """A run of a mesh that resumes on one device makes the same next step, up to rounding."""
-    if "mesh" not in case.row.values():
+    if "mesh" not in case.row.values() or "async" in case.row.values():
         return NOT_HERE
     case.killed("elsewhere", 4)
     again = case.run("elsewhere", ["mesh.data=1", "mesh.fsdp=1"], fresh=False)
@@ -109,13 +118,29 @@ def resumed_elsewhere(case: Case, ran: Finished) -> Iterator[str]:
         ours, theirs = ran.rows[3][name], again.rows[3][name]
         if not math.isclose(ours, theirs, rel_tol=1e-2, abs_tol=1e-4):
             yield f"resumed on one device, step 3 has {name} {theirs:g} and not {ours:g}"
+    if again.config.record_file is not None:
+        yield from _unlike_the_record(again)
+
+
+def two_processes_agree(case: Case, ran: Finished) -> Iterator[str]:
+    """Two processes of two devices make the steps of one process of four, which goes on where they end."""
+    values = {*case.row.values()}
+    # Only where the sampler keeps weights, as two processes take as long as several other relations.
+    if "mesh" not in values or not {"interval", "ahead"} & values:
+        return NOT_HERE
+    case.in_two_processes("processes", ["training.steps=2"])
+    again = case.run("processes", fresh=False)
+    for row, its in zip(ran.rows[1:], again.rows[1:], strict=True):
+        for name in ("loss", "gradient_norm", "reward"):
+            if not math.isclose(row[name], its[name], rel_tol=1e-2, abs_tol=1e-4):
+                found = f"step {row['step']} has {name} {its[name]:g} and not {row[name]:g}"
+                yield f"two processes until step 2, then one: {found}"
 
 
 def dry_run_agrees(case: Case, ran: Finished) -> Iterator[str]:
     """A run that starts passes the dry run."""
     try:
-        with mesh_of(ran.config):
-            result = dry_run(ran.config)
+        result = dry_run(ran.config, named_devices("host") if "mesh" in case.row.values() else None)
     except UserError as error:
         yield f"the run starts, and its dry run is refused: {error}"
         return
@@ -224,7 +249,14 @@ def record_is_what_was_trained_on(case: Case, ran: Finished) -> Iterator[str]:
     names = Counter(name for name, *_ in recorded)
     if doubled := [name for name, count in names.items() if count > 1]:
         yield f"the record has {doubled[0]} twice"
-    contents = {content[0]: content for content in recorded}
+    if unknown := {*names} - {one.id for group in ran.arrived for one in group.completions}:
+        yield f"the record has {len(unknown)} completions that the run never got, such as {min(unknown)}"
+    yield from _unlike_the_record(ran)
+
+
+def _unlike_the_record(ran: Finished) -> Iterator[str]:
+    """A completion of a batch that the record does not have as the batch had it."""
+    contents = {content[0]: content for content in _records(ran)}
     own = [
         completion
         for groups in ran.taken.values()
@@ -268,7 +300,7 @@ def record_gives_the_same_gradient(case: Case, ran: Finished) -> Iterator[str]:
     batch = _learned(ran, loop.padded(ran.run, tuple(read)))
     first = ran.steps[0]
     far = distance(gradient(ran, first), gradient(ran, first, batch=batch))
-    if far > CLOSE:
+    if not far <= CLOSE:  # also for numbers that are not finite
         yield f"the record of the first batch gives another gradient: {far:.2g} of the largest element away"
 
 
@@ -352,21 +384,26 @@ def gradient(ran: Finished, step: Step, batch: Batch | None = None, layout: Layo
 
 
 def gradient_and_loss(
-    ran: Finished, step: Step, batch: Batch | None = None, layout: Layout | None = None
+    ran: Finished,
+    step: Step,
+    batch: Batch | None = None,
+    layout: Layout | None = None,
+    algorithm: Algorithm | None = None,
+    **others: dict,
 ) -> tuple[dict, float]:
-    """The gradient, which is what an SGD step of rate 1 takes off, and the loss of an update."""
+    """The gradient, which is what an SGD step of rate 1 takes off, and the loss of an update.
+
+    Args:
+        algorithm: another algorithm, which takes the options of axes that it has from the run's.
+        others: parameters of other models, by their names in the update's context.
+    """
     learner = ran.learner
     config = ran.config
     recipe = learner._recipe._replace(optimizer=make_optimizer(_SGD, config.model.average_rate))
     with mesh_of(config):
-        arguments = learner._update_arguments(
-            step.before,
-            step.batch if batch is None else batch,
-            step.layout if layout is None else layout,
-            step.number,
-            None,
-        )
-        _, arrays, layout, context = arguments
+        arrays = put_rows(step.batch if batch is None else batch)
+        layout = step.layout if layout is None else layout
+        context = learner._context(step.before, step.number, None)
         params = jax.tree.map(jax.device_put, step.before.params, learner.shardings)
         state = first_state(recipe.optimizer, params)
         if config.model.average_rate is not None:
@@ -374,9 +411,13 @@ def gradient_and_loss(
             average = jax.tree.map(jax.device_put, average, learner.shardings)
             state = state._replace(optimizer_state=_with_average(state.optimizer_state, average))
         rates = {"learning_rate": 1.0, "clip_norm": math.inf}
-        context = context._replace(
-            hyperparameters=context.hyperparameters | {"optimizer": rates}, proximal_logprobs=step.proximal
-        )
+        numbers = context.hyperparameters | {"optimizer": rates}
+        if algorithm is not None:
+            recipe = recipe._replace(algorithm=algorithm)
+            options = numbers["algorithm"]
+            kept = [axis for axis in options if getattr(algorithm, axis) == getattr(learner._recipe.algorithm, axis)]
+            numbers["algorithm"] = {axis: options[axis] for axis in kept}
+        context = context._replace(hyperparameters=numbers, proximal_logprobs=step.proximal, **others)
         new, metrics, _ = update(state, arrays, layout, context, recipe=recipe)
         new = jax.device_get(new.params)
     moved = jax.tree.map(lambda before, after: np.asarray(before) - np.asarray(after), step.before.params, new)
@@ -398,7 +439,7 @@ def layouts_agree(case: Case, ran: Finished) -> Iterator[str]:
         "a prompt each": {"training.tokens_per_micro_batch": None, "training.micro_batch_prompts": 1},
     }
     expected = gradient(ran, step)
-    applied = False
+    layouts: dict[str, Layout] = {}
     for name, change in changes.items():
         try:
             config = ran.config.replace(**change)
@@ -418,11 +459,26 @@ def layouts_agree(case: Case, ran: Finished) -> Iterator[str]:
             continue
         if _same_layout(layout, step.layout):
             continue
-        applied = True
+        layouts[name] = layout
+    layouts |= _other_layouts(ran, step)
+    for name, layout in layouts.items():
         far = distance(expected, gradient(ran, step, layout=layout))
-        if far > CLOSE:
+        if not far <= CLOSE:  # also for numbers that are not finite
             yield f"the gradient with {name} rows is {far:.2g} of the largest element away"
-    return None if applied else NOT_HERE
+    return None if layouts else NOT_HERE
+
+
+def _other_layouts(ran: Finished, step: Step) -> dict[str, Layout]:
+    """Layouts of packed rows that no config chooses: without packing, and without shared beginnings."""
+    if step.layout.packed is None:
+        return {}
+    rows = step.batch.completion_mask
+    if step.layout.rows is not None:
+        rows = rows & np.asarray(step.layout.rows)[:, None]
+    shape = RowShape(len(step.batch.rewards), step.layout.packed.tokens.shape[-1])
+    packed = pack(step.batch._replace(completion_mask=rows), shape, share=False, most=1)
+    kept = {"rows": step.layout.rows, "minibatches": step.layout.minibatches}
+    return {"unpacked": Layout(**kept), "packed, but not shared,": Layout(packed=packed, **kept)}
 
 
 def _same_layout(one: Layout, other: Layout) -> bool:
@@ -433,37 +489,53 @@ def _same_layout(one: Layout, other: Layout) -> bool:
     return other.packed is not None and one.packed.tokens.shape == other.packed.tokens.shape
 
 
-def _permuted(batch: Batch) -> Batch:
-    """The batch with its groups in reverse order, and the rows of each too."""
-    rows = len(batch.rewards)
+def _turned(batch: Batch) -> tuple[np.ndarray, Batch]:
+    """The order of the rows in which groups, and the completions of each, are reversed, and the batch in this order."""
+    groups = np.asarray(batch.group_ids)
+    rows = len(groups)
     prompts = len(batch.prompts)
-    group = rows // prompts
+    completions = np.arange(rows) if batch.trajectories is None else np.asarray(batch.trajectories)
+    # Rows of one completion stay in their order.
+    order = np.lexsort((np.arange(rows), -completions, -groups))
 
     def turned(x: np.ndarray) -> np.ndarray:
         x = np.asarray(x)
-        return x[::-1].copy() if len(x) in (rows, prompts) else x
+        if len(x) == rows:
+            return x[order]
+        return x[::-1].copy() if len(x) == prompts else x
 
-    ids = np.repeat(np.arange(prompts, dtype=np.int32), group)
-    return jax.tree.map(turned, batch)._replace(group_ids=ids)
+    ids = (groups.max() - groups[order]).astype(np.int32)
+    changed = jax.tree.map(turned, batch)._replace(group_ids=ids)
+    if batch.trajectories is not None:
+        _, first, number = np.unique(completions[order], return_index=True, return_inverse=True)
+        changed = changed._replace(trajectories=first[number].astype(np.int32))
+    return order, changed
 
 
 def order_of_rows_is_nothing(case: Case, ran: Finished) -> Iterator[str]:
     """The gradient does not depend on the order of groups, nor on that of the completions in a group."""
+    if case.row.get("objective") == "selection":
+        return NOT_HERE  # it drops completions at random
     step = ran.steps[-1]
-    is_random = case.row.get("objective") == "selection"
-    if (
-        step.batch.trajectories is not None
-        or step.layout.packed is not None
-        or is_random
-        or step.layout.rows is not None
-    ):
-        return NOT_HERE
-    if step.proximal is not None:
-        step = step._replace(proximal=np.asarray(step.proximal)[::-1])
-        far = distance(gradient(ran, ran.steps[-1]), gradient(ran, step, batch=_permuted(step.batch)))
-    else:
-        far = distance(gradient(ran, step), gradient(ran, step, batch=_permuted(step.batch)))
-    if far > CLOSE:
+    order, batch = _turned(step.batch)
+    layout = step.layout
+    proximal = step.proximal
+    if proximal is not None:
+        proximal = np.asarray(proximal)[order]
+    recipe = ran.learner._recipe
+    with mesh_of(ran.config):
+        layout = choose_layout(
+            ran.config,
+            recipe.algorithm,
+            recipe.decoder,
+            batch,
+            None if layout.rows is None else np.asarray(layout.rows)[order],
+            doublings=layout.doublings,
+            teacher=recipe.teacher,
+        )
+    turned = gradient(ran, step._replace(proximal=proximal), batch=batch, layout=layout)
+    far = distance(gradient(ran, step), turned)
+    if not far <= CLOSE:  # also for numbers that are not finite
         yield f"with the rows in another order the gradient is {far:.2g} of the largest element away"
 
 
@@ -491,13 +563,20 @@ def rewards_are_compared(case: Case, ran: Finished) -> Iterator[str]:
             equal = equal._replace(turn_rewards=turns.astype(np.float32))
     is_centered = row.get("groups") != "single"
     imitates = objective == "expert" and (np.asarray(batch.policy_version) == FOREIGN).any()
-    if not (alone and is_centered) or imitates:
+    algorithm = ran.learner._recipe.algorithm
+    others = (algorithm.objective, algorithm.regularizer, algorithm.term)
+    if not is_centered or imitates or not (alone or others == (None, None, None)):
         return NOT_HERE
     expected = gradient(ran, step)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
-    found = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(gradient(ran, step, batch=equal)))
+    left = gradient(ran, step, batch=equal)
+    if not alone:
+        # What is left are the other terms, which do not read rewards.
+        terms = gradient_and_loss(ran, step, algorithm=replace(algorithm, advantage=Axis(no_advantages)))[0]
+        left = jax.tree.map(lambda ours, theirs: ours - theirs, left, terms)
+    found = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(left))
     if found > 1e-5 * max(largest, 1.0):
-        yield f"with equal rewards the gradient is {found:.2g}, and with the run's own {largest:.2g}"
+        yield f"with equal rewards the policy gradient is {found:.2g}, and with the run's own rewards {largest:.2g}"
     if objective == "parts" or batch.turn_rewards is not None:
         return
     shifted = gradient(ran, step, batch=batch._replace(rewards=(rewards + 2).astype(np.float32)))
@@ -572,6 +651,54 @@ def rows_are_of_the_weights_that_they_name(case: Case, ran: Finished) -> Iterato
     return None if applied else NOT_HERE
 
 
+def versions_are_those_promised(case: Case, ran: Finished) -> Iterator[str]:
+    """A batch has the versions that the page of regimes promises: of own rows, replayed, stored and foreign ones."""
+    config = ran.config
+    regime = config.regime
+    experience = config.experience
+    updates = config.training.updates
+    if regime.mode == "async":
+        return NOT_HERE  # only a bound is promised, which the log-probs' relation checks
+
+    def sampled_by(batch: int) -> int:
+        if regime.offline:
+            return 0
+        round_ = max(batch - regime.sync_offset, 0)
+        return round_ // regime.sync_interval * regime.sync_interval * updates
+
+    for step in ran.steps:
+        groups = ran.taken.get(step.number)
+        if groups is None:
+            continue  # not the first update of its batch
+        batch = (step.number - 1) // updates
+        promised: set[int | None] = {sampled_by(batch)}
+        waits = experience and (experience.late or experience.replay or experience.refill)
+        # A group of the next batch replaces one without rewards.
+        if waits or ran.state.queue.counts["groups_without_reward"]:
+            promised = {*map(sampled_by, range(batch + 1))}
+        if "frozen seat" in case.row.values():
+            promised.add(0)
+        if experience and experience.store:
+            promised = {0, None}
+        completions = [one for group in groups for one in group.completions]
+        if experience and experience.mix:
+            completions = [one for one in completions if one.policy_version is not None]
+        versions = {one.policy_version for one in completions}
+        if not versions <= promised:
+            yield f"step {step.number}: rows of the versions {versions}, and the regime promises {promised}"
+            return
+        named = Counter(
+            FOREIGN if one.policy_version is None else one.policy_version
+            for group in groups
+            for one in group.completions
+            for row in one.rows
+        )
+        batched = Counter(np.asarray(step.batch.policy_version)[row_places(groups, step.batch.shape)].tolist())
+        if named != batched:
+            yield f"step {step.number}: groups of the versions {dict(named)}, and a batch of {dict(batched)}"
+            return
+
+
 def fresh_ratios_are_one(case: Case, ran: Finished) -> Iterator[str]:
     """The first update of rows of age 0, and of rows that the current policy scored, has π/μ = 1."""
     is_stored = ran.config.experience is not None and ran.config.experience.store
@@ -602,11 +729,55 @@ def fresh_ratios_are_one(case: Case, ran: Finished) -> Iterator[str]:
     return None if applied else NOT_HERE
 
 
+def _promised_models(ran: Finished) -> dict[str, dict]:
+    """Parameters of models of their own, by their names in the update's context, as their files have them."""
+    model = ran.config.model
+    promised = {}
+    with mesh_of(ran.config):
+        if ran.learner.teacher is not None:
+            promised["teacher_params"] = load_pretrained(model.teacher)[1]
+        if ran.learner.reference is not None:
+            promised["reference_params"] = ran.steps[0].before.params
+            if model.reference:
+                promised["reference_params"] = open_policy(model.reference).params
+    return promised
+
+
+def _teacher_alone(ran: Finished, step: Step) -> str:
+    """How the metric of a teacher of its own differs from that of its log-probs, scored alone; empty if it does not."""
+    teacher = ran.learner.teacher
+    if teacher is None or "teacher_kl" not in step.metrics or step.batch.teacher_prompts is not None:
+        return ""
+    with mesh_of(ran.config):
+        options = (ran.config.rollout.sampling(), ran.config.model.logprob_chunk, step.layout)
+        scored = score(teacher.decoder, teacher.params, freely_routed(step.batch), *options)
+    mask = np.asarray(step.batch.completion_mask) & np.isfinite(scored) & np.isfinite(step.logprobs)
+    if step.layout.rows is not None:
+        mask &= np.asarray(step.layout.rows)[:, None]
+    alone = float((step.logprobs - scored)[mask].mean())
+    own = float(step.metrics["teacher_kl"])
+    if math.isclose(alone, own, rel_tol=1e-3, abs_tol=1e-4):
+        return ""
+    return f"step {step.number}: teacher_kl is {own:.4g}, and with the teacher scored alone {alone:.4g}"
+
+
+def _other_loss(ran: Finished, step: Step, models: dict[str, dict]) -> str:
+    """How the loss of a step differs from that with these other models; empty if it does not."""
+    loss = gradient_and_loss(ran, step, **models)[1]
+    own = float(step.metrics["loss"])
+    if math.isclose(loss, own, rel_tol=1e-4, abs_tol=1e-5):
+        return ""
+    return f"step {step.number}: the loss is {own:.6g}, and with the promised {' and '.join(models)} {loss:.6g}"
+
+
 def other_models_are_those_of_the_page(case: Case, ran: Finished) -> Iterator[str]:
     """The reference stays, a teacher's average follows the weights, and the reference is scored as it is."""
     applied = False
     config = ran.config
     rate = config.model.average_rate
+    promised = _promised_models(ran)
+    if promised:
+        applied = True
     if rate is not None:
         applied = True
         expected = ran.steps[0].before.params
@@ -619,6 +790,12 @@ def other_models_are_those_of_the_page(case: Case, ran: Finished) -> Iterator[st
             if distance(expected, average) > 1e-5:
                 yield f"step {step.number}: the teacher's average is not that of rate {rate}"
                 return
+            if found := _other_loss(ran, step, promised | {"teacher_params": combine(average, ran.learner.frozen)}):
+                yield found
+                return
+    else:
+        yield from filter(None, (_other_loss(ran, step, promised) for step in ran.steps if promised))
+    yield from filter(None, (_teacher_alone(ran, step) for step in ran.steps))
     reference = ran.learner.reference
     if reference is not None:
         applied = True
@@ -635,12 +812,9 @@ def other_models_are_those_of_the_page(case: Case, ran: Finished) -> Iterator[st
             mask = mask & np.asarray(step.layout.rows)[:, None]
         change = (scored - step.logprobs)[mask]
         k3 = float(np.mean(np.exp(change) - change - 1))
-        # With equal rewards, the loss of these objectives is the KL alone, a mean over tokens.
-        axes = {"objective", "teacher", "groups"} & {*case.row}
-        if axes or case.row.get("completions") in ("turn returns", "observed turns"):
-            return None if applied else NOT_HERE
-        equal = step.batch._replace(rewards=np.ones_like(np.asarray(step.batch.rewards)))
-        loss = gradient_and_loss(ran, step, batch=equal)[1] / 0.2
+        # Without a policy gradient and other terms, the loss is the KL alone, a mean over tokens.
+        kl = Algorithm(advantage=Axis(no_advantages), reference_kl=ran.learner._recipe.algorithm.reference_kl)
+        loss = gradient_and_loss(ran, step, algorithm=kl)[1] / 0.2
         if not math.isclose(loss, k3, rel_tol=1e-3, abs_tol=1e-5):
             yield f"the KL to the reference is {loss:.4g} in the loss, and scored alone it is {k3:.4g}"
     return None if applied else NOT_HERE
@@ -656,10 +830,12 @@ RELATIONS: Mapping[str, Callable[[Case, Finished], Iterator[str]]] = {
         something_is_learned,
         fresh_ratios_are_one,
         rows_are_of_the_weights_that_they_name,
+        versions_are_those_promised,
         other_models_are_those_of_the_page,
         same_seed_twice,
         killed_and_resumed,
         resumed_elsewhere,
+        two_processes_agree,
         dry_run_agrees,
         rewards_are_compared,
         order_of_rows_is_nothing,

@@ -18,9 +18,10 @@ from recjax.hub.policy import policy_alone
 from recjax.logs.metrics import read_metrics
 from recjax.models.trainable import combine
 from recjax.runs import start
+from recjax.runs.resolve import resolve_config
 from recjax.runs.sources import source_of
 from recjax.serve import pushed_reader
-from recjax.sources import stored
+from recjax.sources import followed
 from recjax.sources.generators import Generators
 from recjax.sources.policy import PolicySource
 from recjax.tasks.loading import load_task
@@ -83,6 +84,7 @@ class Watched(Learner):
 
     def __init__(self, kill_at: int | None = None):
         """Takes the number of the update of this call in whose place KeyboardInterrupt is raised."""
+        super().__init__()
         self.steps: list[Step] = []
         self._kill_at = kill_at
 
@@ -126,7 +128,7 @@ class Scripted(Generators):
         """No metrics."""
         return {}
 
-    def replace_weights(self, version, weights):
+    def offer_weights(self, weights, version):
         """Keeps a copy."""
         self._version = version
         self._weights = jax.tree.map(lambda leaf: leaf.copy(), weights())
@@ -206,8 +208,7 @@ def served(config: Config) -> Iterator[Config]:
         yield config
         return
     task = load_task(config)
-    model = start.with_start(config)
-    policy = policy_alone(model, characters([*task.train, *task.evaluation]))
+    policy = policy_alone(resolve_config(config, False), characters([*task.train, *task.evaluation]))
     folder = Path(config.output).parent / "pushed"
     folder.mkdir(exist_ok=True)
     params = params_of(policy.decoder.config, 5)
@@ -231,14 +232,14 @@ def finished(config: Config, kill_at: int | None = None, learner: Watched | None
 
     def kept(run: Run, state: State) -> State:
         state = train_steps(run, state)
-        last.extend((run, state))
+        last[:] = run, state  # a warm start on demonstrations trains before the run itself
         return state
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mesh_of(config))
         stack.enter_context(without_figures())
         stack.enter_context(mock.patch.object(loop, "train_steps", kept))
-        stack.enter_context(mock.patch.object(stored, "POLL_SECONDS", 0.001))
+        stack.enter_context(mock.patch.object(followed, "POLL_SECONDS", 0.001))
         config = stack.enter_context(served(config))
         start.train(config, sources=seen.source_of, learner=learner)
         run, state = last

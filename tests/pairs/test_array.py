@@ -9,7 +9,8 @@ from tests.pairs import covering, relations
 from tests.pairs.__main__ import Campaign, Hit
 from tests.pairs.covering import PLAIN, named, row_of
 from tests.pairs.features import AXES, COSTLY, KNOBS, NEEDS, REFUSED_AT_START
-from tests.pairs.seeded import SEEDED, rows_of
+from tests.pairs.relations import RELATIONS
+from tests.pairs.seeded import ALL, PAIRS, rows_of, smallest_row
 
 
 def test_every_pair_is_covered_or_refused_by_name():
@@ -55,11 +56,13 @@ def test_names_are_of_one_value_and_of_the_table():
 
 
 def test_every_seeded_fault_fits_code_and_array():
-    for fault, values in SEEDED.values():
+    for fault, values, _ in ALL.values():
         with_fault((HERE / fault.file).read_text(), fault)
-        axes = {value: axis for axis, names in AXES.items() for value in names}
-        row = covering.row_with((axes[value], value) for value in values)
-        assert rows_of(values) or covering.refused(row), values
+        assert rows_of(values) or covering.refused(smallest_row(values)), values
+
+
+def test_every_relation_sees_a_seeded_fault():
+    assert {*RELATIONS} == {seeded.relation for seeded in ALL.values()} - {PAIRS, None}
 
 
 def test_a_broken_relation_is_shown_by_the_smallest_row(tmp_path, monkeypatch):

@@ -319,7 +319,12 @@ def test_the_seats_of_a_problem_do_not_join(tmp_path):
     groups = stored(tmp_path / "s.db", *rows)
     others = ByPrompt(groups, by_problem=True)
     assert [one.id for one in others.get(group_of(ours))] == ["row 2"]
-    token, problem = np.ones((1, 1), np.int32), Problem("say", "7")
-    check_prompts(groups, True, "s.db", Prompts(token, token > 0, ["say"], [problem]))  # raises no error
+    token = np.ones((1, 1), np.int32)
+    prompts = Prompts(token, token > 0, ["say"], [Problem("say", "7")])
+    check_prompts(groups, True, "s.db", prompts, ["c", "b"])  # raises no error
     with pytest.raises(ValueError, match="'s.db': has no completions of the task's 1 training prompts"):
-        check_prompts(groups, True, "s.db", Prompts(token, token > 0, ["say"], [Problem("say", "8")]))
+        check_prompts(groups, True, "s.db", prompts._replace(problems=[Problem("say", "8")]), ["a"])
+    with pytest.raises(ValueError, match="'s.db': has no completions of the seats c, d, and completions join"):
+        check_prompts(groups, True, "s.db", prompts, ["c", "d"])
+    with pytest.raises(ValueError, match="'s.db': has no completions without a seat"):
+        check_prompts(groups, True, "s.db", prompts, [""])

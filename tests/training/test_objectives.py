@@ -18,6 +18,7 @@ from recjax.models.decoder_config import DecoderConfig
 from recjax.models.sampling import Sampling
 from recjax.rewards.pool import overlong_penalty
 from recjax.runs.prepare import prepare
+from recjax.store.store import Store
 from recjax.training.update import Recipe, TrainState, UpdateContext, update
 from tests.closeness import assert_same_change
 from tests.tiny import params_of
@@ -224,6 +225,16 @@ def test_a_run_goes_on_behind_groups_without_any_reward(tiny, options):
         tiny("run", *options, "task.reward=tests.training.test_objectives:none_for_a_group"), sample=graded_batch
     )[1:]
     assert len(rows) == 7 and sum(row["grading/no_reward"] for row in rows) >= 7 * 4
+
+
+def test_a_record_has_completions_without_any_reward(tiny):
+    config = tiny("run", "experience.record=true", "task.reward=tests.training.test_objectives:none_for_a_group")
+    count(config, sample=graded_batch)
+    with Store(config.record_file) as store:
+        grades = [record.completion.grade for record in store.records()]
+    known = [grade for grade in grades if grade is not None]
+    assert 0 < len(known) < len(grades)
+    assert all(grade.reward_parts["length"] > 0 for grade in known)
 
 
 def none_for_a_group(prompts, completions, answers) -> list[float | None]:
