@@ -230,6 +230,11 @@ def _lasts(ran: Any) -> bool:
     return len(ran.steps) > 2
 
 
+def _has_three_batches(ran: Any) -> bool:
+    """True if there is a third batch, the first one for which other weights can sample."""
+    return len(ran.steps) > 2 * ran.config.training.updates
+
+
 def _failed(ran: Any) -> bool:
     """True if some agent of the first batch failed beside others that did not."""
     groups = ran.taken[1]
@@ -243,8 +248,8 @@ def _failed(ran: Any) -> bool:
 # Another value of a number that belongs to a feature; whether it must change the weights or only some metric; and in
 # which runs.
 KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
-    "interval": ("regime.sync_interval=2", "weights", _lasts),
-    "ahead": ("regime.sync_offset=1", "weights", _lasts),
+    "interval": ("regime.sync_interval=2", "weights", _has_three_batches),
+    "ahead": ("regime.sync_offset=1", "weights", _has_three_batches),
     "two passes": ("training.updates_per_batch=1", "weights", _lasts),
     "minibatches": ("training.minibatches=1", "weights", _lasts),
     "late": ("experience.late={longest: 1}", "metric", always),
