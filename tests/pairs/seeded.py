@@ -62,6 +62,7 @@ SEEDED = {
         "            part_weights = {name: weights[name] for name in known}\n",
         "stored trajectories",
         "parts",
+        "one turn",
         relation="rewards_are_compared",
     ),
     "failed-agents-without-parts": _seeded(
