@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recjax.config import Config, make_config
 from recjax.errors import UserError
-from tests.pairs.features import AXES, BASE, COSTLY, NEEDS, REFUSED_AT_START
+from tests.pairs.features import AXES, BASE, COSTLY, NEEDS, REFUSED_AT_START, WITHOUT_AGENT
 
 Row = dict[str, str]  # axis → value, without plain values
 Pair = frozenset[tuple[str, str]]  # of (axis, value)
@@ -101,6 +101,14 @@ def costly_triples() -> list[frozenset[tuple[str, str]]]:
     return [frozenset(triple) for triple in triples if len({axis for axis, _ in triple}) == 3]
 
 
+def triples_without_agent() -> list[frozenset[tuple[str, str]]]:
+    """Every triple of a value whose documented form has no agent, an objective, and no agent."""
+    alone = ("completions", PLAIN["completions"])
+    objectives = [("objective", value) for value in AXES["objective"]]
+    values = [("experience", value) for value in WITHOUT_AGENT]
+    return [frozenset({value, objective, alone}) for value, objective in itertools.product(values, objectives)]
+
+
 def row_with(items: Iterable[tuple[str, str]]) -> Row:
     """The smallest row with these values, and with those that they need if no value of that axis is given."""
     chosen = dict(items)
@@ -139,7 +147,14 @@ def covering_array(seed: int = 0) -> list[Row]:
         row = row_with(chosen.items())
         rows.append(row)
         uncovered -= pairs_of(row)
-    return rows
+    return [*rows, *rows_without_agent(rows)]
+
+
+def rows_without_agent(rows: Sequence[Row]) -> list[Row]:
+    """The smallest rows with those of these triples that no row has, and that are accepted."""
+    have = [{*(PLAIN | row).items()} for row in rows]
+    missing = [triple for triple in triples_without_agent() if not any(triple <= row for row in have)]
+    return [row for row in map(row_with, missing) if refused(row) is None]
 
 
 def stored_array() -> list[Row]:

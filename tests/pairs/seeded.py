@@ -62,6 +62,7 @@ SEEDED = {
         "            part_weights = {name: weights[name] for name in known}\n",
         "stored trajectories",
         "parts",
+        "one turn",
         relation="rewards_are_compared",
     ),
     "failed-agents-without-parts": _seeded(
@@ -279,11 +280,11 @@ OF_RELATIONS = {
         "cool",
         relation="fresh_ratios_are_one",
     ),
-    "sampler-gets-newer-weights": _seeded(
-        "the sampler's copy is made anew from the current weights, under the old version",
+    "sampler-keeps-older-weights": _seeded(
+        "the sampler goes on with older weights, under the version of the newest",
         "training/loop.py",
-        "kept = run.learner.behavior_params(state, copy=True)",
-        "kept = run.learner.behavior_params(state._replace(behavior_params=None), copy=True)",
+        "return state._replace(behavior_params=None, version=step - 1)",
+        "return state._replace(version=step - 1)",
         "interval",
         relation="rows_are_of_the_weights_that_they_name",
     ),

@@ -31,6 +31,10 @@ def test_every_costly_triple_is_covered_or_refused():
     assert all(covering.refused(covering.row_with(triple)) for triple in uncovered)
 
 
+def test_stored_trajectories_meet_objectives_without_an_agent():
+    assert covering.rows_without_agent(covering.stored_array()) == []
+
+
 def test_the_schema_accepts_every_row():
     for row in covering.stored_array():
         assert covering.refusal(row) is None, named(row)
