@@ -20,6 +20,7 @@ from experiments.claims.verdicts import chance_text, claims
 from experiments.drift import page as drift_page
 from experiments.leaderboard import __main__ as leaderboard
 from experiments.leaderboard import page as board_page
+from experiments.leaderboard import plan as board_plan
 from recjax.analysis.collect import read_runs
 from recjax.analysis.compare import final
 from recjax.analysis.statistics import MIN_SEEDS, estimate
@@ -147,11 +148,13 @@ def board_parts(table: pd.DataFrame | None) -> dict[str, str]:
     if len(board.means):
         first = [f"`{method}`" for method, group in board.groups.items() if group == 1]
         last = [f"`{method}`" for method, group in board.groups.items() if group == max(board.groups.values())]
+        rows = len(board_plan.methods_of("leaderboard"))
         counts = f"{board_page.made_runs('leaderboard', table)} of {board_page.planned_runs('leaderboard')} runs"
         picture = "![Mean ranks of all presets with intervals, and accuracies by column]"
         said = (
-            f"All presets in seven columns of data ({len(board.means)} rows, {counts}). The mean ranks of"
-            f" {', '.join(first)} do not differ visibly from the best. The last group is {', '.join(last)}."
+            f"A row for each preset, in seven columns of data: {len(board.means)} of {rows} rows, {counts}."
+            f" The first group is {', '.join(first)}, the last {', '.join(last)};"
+            " mean ranks within a group do not differ visibly from that of its first."
         )
         parts["leaderboard"] = (
             f"### Leaderboard\n\n{said} The [leaderboard](leaderboard.md) has all numbers, and takes your own loss.\n\n"

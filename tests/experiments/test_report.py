@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.leaderboard import page as board_page
+from experiments.leaderboard import plan as board_plan
 from experiments.report import __main__ as report
 from tests.experiments.test_leaderboard import table_of
 
@@ -34,11 +35,9 @@ def test_leaderboard_and_regimes_fill_their_sections(monkeypatch):
     monkeypatch.setattr(board_page, "planned_runs", lambda study: 100)
     parts = report.board_parts(table_of(ends, range(8)))
     assert parts["unmeasured"] == "" and "**Rewards 0 to 40 rounds late.**" in parts["regimes"]
-    assert "(3 rows, 42 of 100 runs)" in parts["leaderboard"]
-    assert (
-        "ranks of `grpo` do not differ visibly from the best. The last group is `reinforce`, `opmd`."
-        in parts["leaderboard"]
-    )
+    rows = len(board_plan.methods_of("leaderboard"))
+    assert f"3 of {rows} rows, 42 of 100 runs" in parts["leaderboard"]
+    assert "The first group is `grpo`, the last `reinforce`, `opmd`;" in parts["leaderboard"]
     assert "](docs/leaderboard.png)" in parts["readme_leaderboard"]
     assert "](leaderboard.png)" in parts["leaderboard"]
 
