@@ -60,7 +60,6 @@ def group_mean_advantages(
     kept: Bool[Array, " batch"],
     *,
     singleton: Singleton = "zero",
-    solved: Scalar = 0.0,
 ) -> Float[Array, " batch"]:
     """Reward minus the group's mean.
 
@@ -71,8 +70,7 @@ def group_mean_advantages(
         group_ids: id of each row's group; any integers in any order, groups of any size.
         kept: mask of the rows that count; other rows get 0 and do not enter the mean.
         singleton: advantage of a group's only kept row: 0, or its reward.
-        solved: advantage of all rows in a group whose rewards are all above 0.5, if it is not 0.
-    Reference: arXiv 2509.24203 §2 (REINFORCE); solved: https://github.com/krafton-ai/Offline-GRPO.
+    Reference: arXiv 2509.24203 §2 (REINFORCE).
 
     Examples:
         >>> rewards, group_ids = jnp.array([3.0, 0.0, 0.0]), jnp.array([7, 7, 7])
@@ -81,9 +79,33 @@ def group_mean_advantages(
         [ 2. -1. -1.]
     """
     index = group_index(group_ids)
-    advantages = _with_singletons(deviations(rewards, index, kept), rewards, index, kept, singleton)
+    return _with_singletons(deviations(rewards, index, kept), rewards, index, kept, singleton)
+
+
+def solved_bonus_advantages(
+    rewards: Float[Array, " batch"],
+    group_ids: Int[Array, " batch"],
+    kept: Bool[Array, " batch"],
+    *,
+    bonus: Scalar = 0.1,
+) -> Float[Array, " batch"]:
+    """Reward minus the group's mean, or a bonus in groups whose rewards are all above 0.5.
+
+    Args:
+        rewards: reward of each row, 1 for a right completion; ignored where not kept.
+        group_ids: id of each row's group; any integers in any order, groups of any size.
+        kept: mask of the rows that count; other rows get 0 and do not enter the mean.
+        bonus: advantage of all rows in a solved group, in units of reward.
+    Reference: https://github.com/krafton-ai/Offline-GRPO.
+
+    Examples:
+        >>> rewards, group_ids = jnp.array([1.0, 1.0, 1.0, 0.0]), jnp.array([7, 7, 3, 3])
+        >>> print(solved_bonus_advantages(rewards, group_ids, jnp.array([True, True, True, True])))
+        [ 0.1  0.1  0.5 -0.5]
+    """
+    index = group_index(group_ids)
     is_solved = group_minima(jnp.where(kept, rewards, jnp.inf), index) > 0.5
-    return jnp.where(kept & is_solved & (solved != 0), solved, advantages)
+    return jnp.where(kept & is_solved, bonus, deviations(rewards, index, kept))
 
 
 @requires(epsilon=Bounds(ABOVE_0.accepts, "must be above 0, or a group of equal rewards divides by zero"))

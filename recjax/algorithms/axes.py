@@ -37,6 +37,7 @@ AXES = {
     },
     "advantage": {
         "group_mean": advantages.group_mean_advantages,
+        "solved_bonus": advantages.solved_bonus_advantages,
         "group_normalized": advantages.group_normalized_advantages,
         "leave_one_out": advantages.leave_one_out_advantages,
         "asymmetric": advantages.asymmetric_advantages,

@@ -179,7 +179,7 @@ FIELD = {
         "Offline-GRPO",
         "https://github.com/krafton-ai/Offline-GRPO",
         "πA, A = r − r̄, and 0.1 in groups whose completions are all right",
-        {"advantage": {"name": "group_mean", "solved": 0.1}, "weight": "probability"},
+        {"advantage": "solved_bonus", "weight": "probability"},
         "for another model's completions without log-probs, whose probability counts as 1. Right is a reward above 0.5."
         " NeMo-RL's example also has reference_kl={coefficient: 0.1}",
     ),

@@ -209,7 +209,7 @@ def one_side_second_moment_mask(
         2510.01161, which computes the moment over a micro-batch.
 
     Examples:
-        >>> log_ratio, mask = jnp.array([[-0.7, 0.1, 0.2, 1.0]]), jnp.array([[True, True, True, True]])
+        >>> log_ratio, mask = jnp.array([[-0.7, 0.1, 0.25, 1.0]]), jnp.array([[True, True, True, True]])
         >>> print(one_side_second_moment_mask(log_ratio, jnp.array([1.0]), mask))
         [[ True  True  True False]]
         >>> print(one_side_second_moment_mask(log_ratio, jnp.array([1.0]), mask, dropped="bounded"))

@@ -141,7 +141,7 @@ class AlgorithmConfig(ConfigBlock):
             if algorithm.needs_teacher:
                 return "difference"
             return "any"
-        if algorithm.baseline == "group" and not algorithm.advantage.option("solved"):
+        if algorithm.baseline == "group" and not algorithm.advantage.option("bonus"):
             return "difference"
         return "reward"
 

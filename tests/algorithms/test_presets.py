@@ -198,7 +198,7 @@ OPTIONS = {
     "objective.pairwise_consistency.tau": (0.5, 2.0, {}),
     "objective.pairwise_consistency.anchor": ("behavior", "reference", {}),
     "advantage.group_mean.singleton": ("zero", "reward", {}),
-    "advantage.group_mean.solved": (0.0, 0.1, {}),
+    "advantage.solved_bonus.bonus": (0.1, 0.2, {}),
     "advantage.divergence_penalized.beta": (0.1, 0.2, {}),
     "advantage.group_normalized.epsilon": (1e-6, 0.1, {}),
     "advantage.group_normalized.ddof": (0, 1, {}),
