@@ -79,7 +79,9 @@ def resolve(preset: str, overrides: Mapping[str, Change]) -> dict[str, dict[str,
     if objective == "pairwise_consistency":
         unread = NOT_PAIRWISE
         _check_unread(objective, unread, changes)
-        _check_row_weight(resolved["weight"]["name"])
+        weight = resolved["weight"]["name"]
+        if weight not in ROW_WEIGHTS:
+            raise UserError("weight.name", f"the objective takes one of {', '.join(ROW_WEIGHTS)}", value=weight)
     elif is_users(objective):
         unread = REPLACED
         # The preset's own choices leave with its policy gradient.
@@ -122,12 +124,6 @@ def _check_unread(objective: str, unread: Iterable[str], changes: Mapping[str, M
         if changes.get(axis):
             problem = f"the objective {objective!r} does not read this axis"
             raise UserError(axis, problem, "remove it", dict(changes[axis]))
-
-
-def _check_row_weight(weight: str) -> None:
-    """Rejects weights of single tokens, which a comparison of completions cannot have."""
-    if weight not in ROW_WEIGHTS:
-        raise UserError("weight.name", f"the objective takes one of {', '.join(ROW_WEIGHTS)}", value=weight)
 
 
 @functools.cache

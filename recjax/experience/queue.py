@@ -474,14 +474,12 @@ def _within_mean(ready: Sequence[Entry], order: Sequence[int], count: int, step:
         return taken
     ages = [group_staleness(entry.group, step) for entry in ready]
     own = {index for index, entry in enumerate(ready) if oldest_version(entry.group) is not None}
-    following = iter(order[count:])
-    while own.intersection(taken) and np.mean([ages[index] for index in taken if index in own]) > limit:
-        replacement = next(following, None)
-        if replacement is None:
-            return None
+    for replacement in [*order[count:], None]:
+        if own.isdisjoint(taken) or np.mean([ages[index] for index in taken if index in own]) <= limit:
+            return taken
         taken.remove(max(taken, key=ages.__getitem__))
         taken.append(replacement)
-    return taken
+    return None
 
 
 def with_measures(
@@ -504,21 +502,14 @@ def with_measures(
     mask = batch.completion_mask
     if rows is not None:
         mask = mask & rows[:, None]
-    measures = {}
-    for number, group in enumerate(groups):
-        tokens = mask & (batch.group_ids == number)[:, None]
-        own_advantages = np.broadcast_to(advantages, mask.shape)[tokens]
-        measures[_ids(group)] = (
-            replay.headroom(logprobs[tokens], own_advantages),
-            replay.drift(logprobs[tokens], batch.behavior_logprobs[tokens]),
-        )
+    advantages = np.broadcast_to(advantages, mask.shape)
+    numbers = {_ids(group): number for number, group in enumerate(groups)}
     ready = []
     for entry in queue.ready:
-        headroom, drift = measures.get(_ids(entry.group), (None, None))
-        if headroom is not None:
-            entry = entry._replace(headroom=headroom)
-        if drift is not None:
-            entry = entry._replace(drift=drift)
+        tokens = mask & (batch.group_ids == numbers.get(_ids(entry.group), -1))[:, None]
+        if tokens.any():
+            headroom = replay.headroom(logprobs[tokens], advantages[tokens])
+            entry = entry._replace(headroom=headroom, drift=replay.drift(logprobs, batch.behavior_logprobs, tokens))
         ready.append(entry)
     return queue._replace(ready=tuple(ready))
 

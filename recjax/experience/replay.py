@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from recjax.config import Config, ReplayConfig, TaskConfig
 from recjax.experience.group import Group, group_staleness, rewards, turn_rewards
@@ -27,36 +27,41 @@ class Entry(NamedTuple):
     drift: float | None = None
 
 
-def headroom(logprobs: Float[np.ndarray, " tokens"], advantages: Float[np.ndarray, " tokens"]) -> float | None:
+def headroom(logprobs: Float[np.ndarray, " tokens"], advantages: Float[np.ndarray, " tokens"]) -> float:
     """How far the policy can still move with the advantages: the mean of 1 − π where A > 0 and of π where A < 0.
 
-    Returns:
-        None if no token has an advantage and a log-prob.
+    A token whose log-prob is NaN counts as 1, the highest value; without advantages, the headroom is 0.
+
     Reference: arXiv 2609.03941, from a summary.
 
     Examples:
         >>> round(headroom(np.log([0.5, 0.75, 0.5]), np.array([1.0, -1.0, 0.0])), 3)
         0.625
     """
-    counts = (advantages != 0) & ~np.isnan(logprobs)
+    counts = advantages != 0
     if not counts.any():
-        return None
+        return 0.0
     probabilities = np.exp(logprobs[counts].astype(np.float64))
-    return float(np.mean(np.where(advantages[counts] > 0, 1 - probabilities, probabilities)))
+    gains = np.where(advantages[counts] > 0, 1 - probabilities, probabilities)
+    return float(np.mean(np.where(np.isnan(gains), 1.0, gains)))
 
 
-def drift(logprobs: Float[np.ndarray, " tokens"], behavior_logprobs: Float[np.ndarray, " tokens"]) -> float | None:
-    """How far the policy has moved from the sampler: the mean of (log π − log μ)² over possible tokens.
+def drift(
+    logprobs: Float[np.ndarray, "batch time"],
+    behavior_logprobs: Float[np.ndarray, "batch time"],
+    mask: Bool[np.ndarray, "batch time"],
+) -> float | None:
+    """How far the policy has moved from the sampler: the mean of (log π − log μ)² over possible tokens of the mask.
 
     Returns:
         None if no token has both log-probs.
     Reference: arXiv 2609.03941, from a summary.
 
     Examples:
-        >>> drift(np.array([-1.0, -2.0]), np.array([-1.5, -2.0]))
+        >>> drift(np.array([[-1.0, -2.0]]), np.array([[-1.5, -2.0]]), np.array([[True, True]]))
         0.125
     """
-    is_known = np.isfinite(logprobs) & np.isfinite(behavior_logprobs)
+    is_known = mask & np.isfinite(logprobs) & np.isfinite(behavior_logprobs)
     if not is_known.any():
         return None
     difference = logprobs[is_known].astype(np.float64) - behavior_logprobs[is_known]
@@ -140,20 +145,19 @@ class Judge(NamedTuple):
         return float(np.mean(means))
 
     def first_headroom(self, group: Group) -> float:
-        """Headroom under the behavior policy, with r − r̄ as advantage; 1, the highest, if log-probs are unknown."""
+        """Headroom under the behavior policy, with r − r̄ as advantage."""
         group = self.seen(group)
-        values = rewards(group)
-        logprobs = [np.zeros(0)]
-        advantages = [np.zeros(0)]
-        for completion, reward in zip(group.completions, values, strict=True):
+        mean_reward = np.mean(rewards(group))
+        logprobs = []
+        advantages = []
+        for completion in group.completions:
             for row in completion.rows:
-                if row.behavior_logprobs is not None:
-                    logprobs.append(row.behavior_logprobs[row.mask])
-                    advantages.append(np.full(len(logprobs[-1]), reward - values.mean()))
-        found = headroom(np.concatenate(logprobs), np.concatenate(advantages))
-        if found is None:
-            return 1.0
-        return found
+                known = row.behavior_logprobs
+                if known is None:
+                    known = np.full(len(row.mask), np.nan)
+                logprobs += known[row.mask].tolist()
+                advantages += [completion.known_grade.reward - mean_reward] * int(row.mask.sum())
+        return headroom(np.array(logprobs), np.array(advantages))
 
     def _compared(self, group: Group) -> list[np.ndarray]:
         """The values of completions that the algorithm compares: rewards, and the parts or returns that it reads."""

@@ -97,13 +97,14 @@ def kept_tokens(scores: Float[Array, "batch vocab"], sampling: Sampling, recordi
     most = sampling.largest_set(recording.kept_ids)
     if 32 * most >= scores.shape[-1] and not recording.kept_logprobs:
         return {"kept_bits": jnp.packbits(keep, axis=-1)}
+    if recording.kept_logprobs:
+        scores = jax.nn.log_softmax(scores, axis=-1)
     values, ids = jax.lax.top_k(scores, min(most, scores.shape[-1]))
     is_whole = keep.sum(-1, keepdims=True) <= most
     is_recorded = is_whole & jnp.isfinite(values)
     recorded = {"kept_ids": jnp.where(is_recorded, ids, -1)}
     if recording.kept_logprobs:
-        logprobs = values - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        recorded[KEPT_LOGPROBS] = jnp.where(is_recorded, logprobs, jnp.nan)
+        recorded[KEPT_LOGPROBS] = jnp.where(is_recorded, values, jnp.nan)
     return recorded
 
 

@@ -191,9 +191,9 @@ def first_finished(group: Group, count: int) -> Group:
 
 
 def oversampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean tokens of the completions that `first_finished` kept and dropped, and their bias; empty without any.
+    """Mean tokens of the completions that `first_finished` dropped, and the bias of the length; empty without any.
 
-    The bias is the kept completions' mean over the mean of all, minus 1.
+    The bias is the kept completions' mean number of tokens over the mean of all, minus 1.
     """
     kept = []
     dropped = []
@@ -207,7 +207,6 @@ def oversampling_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not kept:
         return {}
     return {
-        "oversampling/kept_tokens": float(np.mean(kept)),
         "oversampling/dropped_tokens": float(np.mean(dropped)),
         "oversampling/length_bias": float(np.mean(kept) / np.mean(kept + dropped) - 1),
     }

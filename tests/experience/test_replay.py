@@ -210,7 +210,7 @@ def test_updates_measure_headroom_and_drift_by_loops():
         else:
             np.testing.assert_allclose([entry.headroom, entry.drift], [np.mean(gains), np.mean(squares)], rtol=1e-6)
     again = with_measures(queue, chosen, batch, logprobs, 0 * advantages)
-    assert [entry.headroom for entry in again.ready] == [entry.headroom for entry in queue.ready]
+    assert [entry.headroom for entry in again.ready] == [0.0] * 3, "groups that teach nothing"
     assert None not in [entry.drift for entry in again.ready]
 
 
