@@ -14,7 +14,8 @@ def params_of(config: DecoderConfig, seed: int = 0) -> dict:
     def drawn(path, leaf):
         name = path[-1].key
         if name == "scale":
-            return np.full(leaf.shape, 1.0 - config.norm_offset, np.float32)
+            offset = 0.0 if path[-2].key == "delta_norm" else config.norm_offset
+            return np.full(leaf.shape, 1.0 - offset, np.float32)
         if name == "bias":
             return np.zeros(leaf.shape, np.float32)
         inputs = leaf.shape[-1] if name == "embedding" else leaf.shape[-2]

@@ -478,7 +478,10 @@ def _other_layouts(ran: Finished, step: Step) -> dict[str, Layout]:
     shape = RowShape(len(step.batch.rewards), step.layout.packed.tokens.shape[-1])
     packed = pack(step.batch._replace(completion_mask=rows), shape, share=False, most=1)
     kept = {"rows": step.layout.rows, "minibatches": step.layout.minibatches}
-    return {"unpacked": Layout(**kept), "packed, but not shared,": Layout(packed=packed, **kept)}
+    layouts = {"packed, but not shared,": Layout(packed=packed, **kept)}
+    if step.layout.rows is None:  # minibatches of trajectories have any number of rows, which only packing allows
+        layouts["unpacked"] = Layout()
+    return layouts
 
 
 def _same_layout(one: Layout, other: Layout) -> bool:
