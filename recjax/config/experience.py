@@ -361,15 +361,11 @@ class ReplayConfig(ConfigBlock):
         # Between two syncs every batch is sampled with the same weights, also the batches in the place of stale ones.
         if regime.offline:
             why += " with regime.offline, whose sampler never gets new weights"
+        elif regime.sync_interval > 1:
+            batches = min(batches, regime.sync_interval)
+            why += f" with regime.sync_interval = {regime.sync_interval}"
         else:
-            delays = {"regime.sync_interval": regime.sync_interval - 1, "regime.sync_offset": regime.sync_offset}
-            assert config.experience is not None
-            if config.experience.late is not None:
-                delays["experience.late.shortest"] = config.experience.late.shortest
-            batches = min(batches, 1 + sum(delays.values()))
-            for name, delay in delays.items():
-                if delay:
-                    why += f" with {name} = {value_of(config, name)}"
+            batches = 1
         minimum = batches * updates - 1
         names = ["experience.replay.max_staleness"]
         if regime.mode == "sync" and not config.follows:  # these have a check of their own

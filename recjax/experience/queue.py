@@ -474,12 +474,13 @@ def _within_mean(ready: Sequence[Entry], order: Sequence[int], count: int, step:
         return taken
     ages = [group_staleness(entry.group, step) for entry in ready]
     own = {index for index, entry in enumerate(ready) if oldest_version(entry.group) is not None}
-    for replacement in [*order[count:], None]:
-        if own.isdisjoint(taken) or np.mean([ages[index] for index in taken if index in own]) <= limit:
-            return taken
+    following = list(order[count:])
+    while own.intersection(taken) and np.mean([ages[index] for index in taken if index in own]) > limit:
+        if not following:
+            return None
         taken.remove(max(taken, key=ages.__getitem__))
-        taken.append(replacement)
-    return None
+        taken.append(following.pop(0))
+    return taken
 
 
 def with_measures(
@@ -502,6 +503,7 @@ def with_measures(
     mask = batch.completion_mask
     if rows is not None:
         mask = mask & rows[:, None]
+    assert batch.behavior_logprobs is not None  # the config refuses to measure without them
     advantages = np.broadcast_to(advantages, mask.shape)
     numbers = {_ids(group): number for number, group in enumerate(groups)}
     ready = []

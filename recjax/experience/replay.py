@@ -147,16 +147,17 @@ class Judge(NamedTuple):
     def first_headroom(self, group: Group) -> float:
         """Headroom under the behavior policy, with r − r̄ as advantage."""
         group = self.seen(group)
-        mean_reward = np.mean(rewards(group))
+        values = rewards(group)
+        differences = (values - values.sum() / max(len(values), 1)).tolist()
         logprobs = []
         advantages = []
-        for completion in group.completions:
+        for completion, difference in zip(group.completions, differences, strict=True):
             for row in completion.rows:
                 known = row.behavior_logprobs
                 if known is None:
                     known = np.full(len(row.mask), np.nan)
                 logprobs += known[row.mask].tolist()
-                advantages += [completion.known_grade.reward - mean_reward] * int(row.mask.sum())
+                advantages += [difference] * int(row.mask.sum())
         return headroom(np.array(logprobs), np.array(advantages))
 
     def _compared(self, group: Group) -> list[np.ndarray]:

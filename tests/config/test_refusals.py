@@ -426,14 +426,9 @@ CASES = [
     ),
     (["regime.offline=true", "experience.replay.max_staleness=5"], "must be at least 6", "regime.offline"),
     (
-        ["regime.sync_offset=2", "experience.replay.max_staleness=1"],
-        "experience.replay.max_staleness = 1: must be at least 2",
-        "regime.sync_offset = 2",
-    ),
-    (
-        ["experience.late={shortest: 3, longest: 4}", "experience.replay={}", "regime.max_mean_staleness=2"],
+        ["regime.sync_interval=4", "experience.replay={}", "regime.max_mean_staleness=2"],
         "regime.max_mean_staleness = 2.0: must be at least 3",
-        "experience.late.shortest = 3",
+        "regime.sync_interval = 4",
     ),
     ("regime.max_mean_staleness=2", "max_mean_staleness = 2.0: applies only with regime.mode = async or experience.fo"),
     (

@@ -243,8 +243,8 @@ FAULTS = {
     "queue-newest-first": Fault(
         "where the oldest weights go first, a step takes the newest",
         "recjax/experience/queue.py",
-        "key=versions.__getitem__)[:count]",
-        "key=versions.__getitem__)[-count:]",
+        "key=versions.__getitem__)",
+        "key=versions.__getitem__)[::-1]",
         (_QUEUE,),
     ),
     "queue-late-rewards-not-counted": Fault(
@@ -294,8 +294,8 @@ FAULTS = {
     "checkpoint-drops-uses": Fault(
         "a checkpoint forgets how often each group in the buffer was trained on",
         "recjax/experience/queue.py",
-        "[entry.added, entry.used]",
-        "[entry.added, 0]",
+        "[list(entry[1:]) for entry in queue.ready]",
+        "[[entry.added, 0] for entry in queue.ready]",
         (_REPLAY,),
     ),
     "checkpoint-repeats-batch": Fault(
