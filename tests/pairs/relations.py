@@ -178,6 +178,9 @@ def has_an_effect(case: Case, ran: Finished) -> Iterator[str]:
 
 
 def _key(group: Group, completion: Completion) -> tuple[str, str]:
+    # Whole groups of a store may have the ids of this run's groups; `mixed` names completions that join groups.
+    if completion.policy_version is None and not completion.id.startswith("store/"):
+        return f"stored {group.id}", completion.id
     return group.id, completion.id
 
 
