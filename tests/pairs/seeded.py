@@ -170,7 +170,7 @@ SEEDED = {
         "reference_logprobs = scored(context.reference_params, scored_part).logprobs",
         "experts",
         "reference",
-        relation="other_models_are_those_of_the_page",
+        relation=None,
     ),
     "priority-of-whole-rewards": _seeded(
         "replay by reward spread ignores reward parts and turn rewards",
@@ -224,7 +224,7 @@ SEEDED = {
         "read = batch",
         "experts",
         "distillation",
-        relation="other_models_are_those_of_the_page",
+        relation=None,
     ),
 }
 # One small fault for each relation that sees none of these, so that no relation is trusted that never fails.
