@@ -170,7 +170,7 @@ SEEDED = {
         "reference_logprobs = scored(context.reference_params, scored_part).logprobs",
         "experts",
         "reference",
-        relation=None,
+        relation="other_models_are_those_of_the_page",
     ),
     "priority-of-whole-rewards": _seeded(
         "replay by reward spread ignores reward parts and turn rewards",
