@@ -280,12 +280,12 @@ OF_RELATIONS = {
         "cool",
         relation="fresh_ratios_are_one",
     ),
-    "sampler-keeps-older-weights": _seeded(
-        "the sampler goes on with older weights, under the version of the newest",
-        "training/loop.py",
-        "return state._replace(behavior_params=None, version=step - 1)",
-        "return state._replace(version=step - 1)",
-        "interval",
+    "sampler-names-an-older-version": _seeded(
+        "the sampler names the version before that of its weights",
+        "sources/local.py",
+        "self._version = version",
+        "self._version = max(version - 1, 0)",
+        "replay",
         relation="rows_are_of_the_weights_that_they_name",
     ),
     "stored-rows-keep-versions": _seeded(
