@@ -13,7 +13,7 @@ from tests.pairs.covering import Row, named, options_of
 from tests.pairs.materials import Materials
 from tests.pairs.running import Finished, finished
 
-MOST_SECONDS = 300  # of a run in two processes
+MOST_SECONDS = 900  # of a run in two processes
 
 
 class Case:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recjax.config import Config, make_config
 from recjax.errors import UserError
-from tests.pairs.features import AXES, BASE, COSTLY, NEEDS, REFUSED_AT_START, WITHOUT_AGENT
+from tests.pairs.features import ALONE, AXES, BASE, COSTLY, NEEDS, REFUSED_AT_START, WITHOUT_AGENT
 
 Row = dict[str, str]  # axis → value, without plain values
 Pair = frozenset[tuple[str, str]]  # of (axis, value)
@@ -147,14 +147,17 @@ def covering_array(seed: int = 0) -> list[Row]:
         row = row_with(chosen.items())
         rows.append(row)
         uncovered -= pairs_of(row)
-    return [*rows, *rows_without_agent(rows)]
+    return [*rows, *smallest_rows(rows)]
 
 
-def rows_without_agent(rows: Sequence[Row]) -> list[Row]:
-    """The smallest rows with those of these triples that no row has, and that are accepted."""
+def smallest_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows that must occur without other values, and that no given row has: without an agent, or alone."""
     have = [{*(PLAIN | row).items()} for row in rows]
     missing = [triple for triple in triples_without_agent() if not any(triple <= row for row in have)]
-    return [row for row in map(row_with, missing) if refused(row) is None]
+    smallest = [row for row in map(row_with, missing) if refused(row) is None]
+    axes = {value: axis for axis, values in AXES.items() for value in values}
+    alone = [row_with((axes[value], value) for value in pair) for pair in ALONE]
+    return [*smallest, *(row for row in alone if row not in rows)]
 
 
 def stored_array() -> list[Row]:

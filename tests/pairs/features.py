@@ -186,6 +186,8 @@ COSTLY = (
 )
 # Values whose documented form has no agent: each meets every objective also without one.
 WITHOUT_AGENT = ("stored trajectories",)
+# Pairs that other values hide, such as those by which the reference is the sampler: each also occurs without them.
+ALONE = (("experts", "reference"), ("experts", "averaged teacher"))
 # Values that other values need: their pairs are tried with these.
 NEEDS: Mapping[str, tuple[str, str]] = {"single": ("objective", "batch baseline")}
 # Values that only the start of a run can refuse, as its data decide: the reason by values. An entry may name a set.

@@ -224,7 +224,7 @@ SEEDED = {
         "read = batch",
         "experts",
         "distillation",
-        relation="other_models_are_those_of_the_page",
+        relation=None,
     ),
 }
 # One small fault for each relation that sees none of these, so that no relation is trusted that never fails.
@@ -280,12 +280,12 @@ OF_RELATIONS = {
         "cool",
         relation="fresh_ratios_are_one",
     ),
-    "sampler-keeps-older-weights": _seeded(
-        "the sampler goes on with older weights, under the version of the newest",
-        "training/loop.py",
-        "return state._replace(behavior_params=None, version=step - 1)",
-        "return state._replace(version=step - 1)",
-        "interval",
+    "sampler-names-an-older-version": _seeded(
+        "the sampler names the version before that of its weights",
+        "sources/local.py",
+        "self._version = version",
+        "self._version = max(version - 1, 0)",
+        "replay",
         relation="rows_are_of_the_weights_that_they_name",
     ),
     "stored-rows-keep-versions": _seeded(

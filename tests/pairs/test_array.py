@@ -31,8 +31,8 @@ def test_every_costly_triple_is_covered_or_refused():
     assert all(covering.refused(covering.row_with(triple)) for triple in uncovered)
 
 
-def test_stored_trajectories_meet_objectives_without_an_agent():
-    assert covering.rows_without_agent(covering.stored_array()) == []
+def test_rows_that_must_be_small_are_there():
+    assert covering.smallest_rows(covering.stored_array()) == []
 
 
 def test_the_schema_accepts_every_row():
