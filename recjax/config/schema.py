@@ -121,7 +121,7 @@ class AlgorithmConfig(ConfigBlock):
     def ignores_singletons(self) -> bool:
         """True if the algorithm learns nothing from a group's only completion; False for a user's own advantage."""
         algorithm = self.build()
-        if algorithm.baseline != "group" or algorithm.values_singletons:
+        if algorithm.baseline != "group" or algorithm.values_singletons or algorithm.advantage.option("bonus"):
             return False
         return ":" not in self.resolved().get("advantage", {"name": ""})["name"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from recjax.algorithms import advantages
 from recjax.algorithms.axes import AXES
-from recjax.algorithms.losses import BatchValues, row_terms
+from recjax.algorithms.losses import BatchValues, Scored, row_terms
 from recjax.algorithms.presets import build_algorithm
 from tests.algorithms.examples import GROUP_IDS, REWARDS, ROWS, called, group_mean_loop, members
 from tests.closeness import assert_close
@@ -109,16 +109,20 @@ def test_the_baseline_tells_which_equal_rewards_teach(name):
         parts, weights = {"part": rewards}, {"part": jnp.ones(4)}
         batch = BatchValues(rewards, jnp.array(group_ids), mask[:, 0], jax.random.key(0), mask)
         batch = batch._replace(reward_parts=parts, part_weights=weights, turn_rewards=rewards[:, None])
+        if algorithm.reads("scored_reference_kl"):
+            zeros = jnp.zeros((4, 1))
+            batch = batch._replace(scored=Scored(zeros, zeros, zeros, jnp.arange(4.0)[:, None]))
         return bool(np.any(row_terms(algorithm, batch._replace(token_turns=turns)).advantages))
 
-    of_groups = {None: False, "group": name == "asymmetric", "batch": True, "zero": True}
+    has_bonus = name == "solved_bonus"
+    of_groups = {None: False, "group": name == "asymmetric" or has_bonus, "batch": True, "zero": True}
     assert teaches([0, 0, 1, 1]) == of_groups[algorithm.baseline], "equal in each group, and different between groups"
-    alone = algorithm.baseline in ("batch", "zero") or algorithm.values_singletons
+    alone = algorithm.baseline in ("batch", "zero") or algorithm.values_singletons or has_bonus
     assert teaches([0, 1, 2, 3]) == alone
 
 
 # Those that subtract no mean, or more than the mean.
-WITHOUT_MEAN = {"raw_reward", "asymmetric", "none"}
+WITHOUT_MEAN = {"raw_reward", "asymmetric", "solved_bonus", "none"}
 WHITENED = [
     {"baseline": x, "over": y, "ddof": z} for x in ("none", "group") for y in ("completions", "tokens") for z in (0, 1)
 ]
@@ -146,6 +150,7 @@ def advantages_of_equals(reward, group_ids, kept, lengths, is_right, names=froze
         turn_rewards=jnp.stack([0 * rewards, rewards], axis=1),
         token_turns=jnp.broadcast_to(jnp.arange(TIME) // 2, mask.shape),
         trajectories=None,
+        scored_reference_kl=jnp.arange(MANY * TIME, dtype=float).reshape(MANY, TIME),
     )
     return {
         f"{name} {options}": called(AXES["advantage"][name], values, **options)
