@@ -217,8 +217,9 @@ def run_sweep(
     Raises:
         UserError: the sweep or one of its configs is refused, or runs failed; the message has each run's last line.
     """
-    path = sweep
-    if isinstance(sweep, Mapping):
+    if not isinstance(sweep, Mapping):
+        path = Path(sweep)
+    else:
         for name in ("config", "output"):
             require(isinstance(sweep.get(name), str | Path), f"sweep[{name!r}]", sweep.get(name), "takes a path")
         path = Path(sweep["output"]) / "sweep.yaml"
