@@ -286,6 +286,12 @@ def verdicts_table(found: Mapping[Place, Check | None]) -> str:
     return markdown_table(["data", *(check_name(*pair) for pair in pairs)], rows)
 
 
+def summary() -> str:
+    """What the study of regimes found, in words that its template has."""
+    template = (HERE / "regimes.md").read_text(encoding="utf-8")
+    return template.partition("## What was found")[2].partition("{{paragraphs}}")[0].strip()
+
+
 def paragraphs(found: Mapping[Place, Check | None]) -> str:
     """A paragraph for each regime: what holds, what does not, and how many verdicts are those of AGE."""
     study = plan.PLAN["regimes"]

@@ -141,7 +141,7 @@ def board_parts(table: pd.DataFrame | None) -> dict[str, str]:
         parts["regimes"] = (
             "### Other regimes\n\n"
             f"Six algorithms in six other regimes, and in both ages ([verdicts](claims/regimes.md)).\n\n{picture}\n\n"
-            f"{board_page.paragraphs(found)}\n{chance_text(made, len(found))}\n\n"
+            f"{board_page.summary()}\n\n{chance_text(made, len(found))}\n\n"
         )
         parts["unmeasured"] = ""
     board = board_page.board_of(ends)

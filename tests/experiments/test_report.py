@@ -34,7 +34,7 @@ def test_leaderboard_and_regimes_fill_their_sections(monkeypatch):
     ends |= {("grpo", column): lambda seed: 0.9 + 0.01 * seed for column in ("age50", "late", "fresh")}
     monkeypatch.setattr(board_page, "planned_runs", lambda study: 100)
     parts = report.board_parts(table_of(ends, range(8)))
-    assert parts["unmeasured"] == "" and "**Rewards 0 to 40 rounds late.**" in parts["regimes"]
+    assert parts["unmeasured"] == "" and "**Late rewards and replay are like age.**" in parts["regimes"]
     rows = len(board_plan.methods_of("leaderboard"))
     assert f"3 of {rows} rows, 42 of 100 runs" in parts["leaderboard"]
     assert "The first group is `grpo`, the last `reinforce`, `opmd`;" in parts["leaderboard"]

@@ -86,7 +86,7 @@ SEEDED = {
     "single-completions-of-groups": _seeded(
         "some advantages of groups accept groups of one completion, from which they learn nothing",
         "config/schema.py",
-        'if algorithm.baseline != "group" or algorithm.values_singletons:',
+        'if algorithm.baseline != "group" or algorithm.values_singletons or algorithm.advantage.option("bonus"):',
         'if algorithm.advantage.option("singleton") is None or algorithm.values_singletons:',
         "single",
         "parts",
@@ -307,8 +307,8 @@ OF_RELATIONS = {
     "uses-are-not-restored": _seeded(
         "a resumed run forgets how often replay has used each group",
         "experience/queue.py",
-        "ready.append(Entry(group, added, used))",
-        "ready.append(Entry(group, added, 0))",
+        "ready.append(Entry(group, *values))",
+        "ready.append(Entry(group, values[0], 0))",
         "replay",
         relation="killed_and_resumed",
     ),
