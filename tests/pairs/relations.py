@@ -128,6 +128,8 @@ def two_processes_agree(case: Case, ran: Finished) -> Iterator[str]:
     # Only where the sampler keeps weights, as two processes take as long as several other relations.
     if "mesh" not in values or not {"interval", "ahead"} & values:
         return NOT_HERE
+    if ran.config.task.agent or ran.config.rollout.engine:
+        return NOT_HERE  # refused with several processes
     case.in_two_processes("processes", ["training.steps=2"])
     again = case.run("processes", fresh=False)
     for row, its in zip(ran.rows[1:], again.rows[1:], strict=True):
