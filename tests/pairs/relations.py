@@ -128,7 +128,7 @@ def two_processes_agree(case: Case, ran: Finished) -> Iterator[str]:
     # Only where the sampler keeps weights, as two processes take as long as several other relations.
     if "mesh" not in values or not {"interval", "ahead"} & values:
         return NOT_HERE
-    if ran.config.task.agent or ran.config.rollout.engine:
+    if ran.config.task.agent or ran.config.rollout.engine or ran.config.follows:
         return NOT_HERE  # refused with several processes
     case.in_two_processes("processes", ["training.steps=2"])
     again = case.run("processes", fresh=False)
