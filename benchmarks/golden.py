@@ -40,6 +40,7 @@ ADDED_METRICS = {
     f"impossible_tokens/{policy}" for policy in ("policy", "behavior", "reference", "teacher", "proximal", "anchor")
 }
 ADDED_METRICS |= {"right_and_ended", "evaluation/right_and_ended", "tokens_without_set", "frac_reward_zero_std"}
+ADDED_METRICS |= {"experience/left_out/drift"}
 
 # Metrics with the largest difference that rounding makes: a rate that is float32 and was a Python float, and a k3 that
 # lost its digits near 0.
