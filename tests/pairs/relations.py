@@ -585,7 +585,9 @@ def rewards_are_compared(case: Case, ran: Finished) -> Iterator[str]:
         terms = gradient_and_loss(ran, step, algorithm=replace(algorithm, advantage=Axis(no_advantages)))[0]
         left = jax.tree.map(lambda ours, theirs: ours - theirs, left, terms)
     found = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(left))
-    if found > 1e-5 * max(largest, 1.0):
+    # A loss of pairs and a penalty on the ratio also pull the policy to the sampler.
+    pulls = algorithm.objective is not None or algorithm.log_ratio_penalty is not None
+    if found > 1e-5 * max(largest, 1.0) and not pulls:
         yield f"with equal rewards the policy gradient is {found:.2g}, and with the run's own rewards {largest:.2g}"
     if objective == "parts" or batch.turn_rewards is not None:
         return
