@@ -150,7 +150,7 @@ def board_parts(table: pd.DataFrame | None) -> dict[str, str]:
         last = [f"`{method}`" for method, group in board.groups.items() if group == max(board.groups.values())]
         rows = len(board_plan.methods_of("leaderboard"))
         counts = f"{board_page.made_runs('leaderboard', table)} of {board_page.planned_runs('leaderboard')} runs"
-        picture = "![Mean ranks of all presets with intervals, and accuracies by column]"
+        picture = "![Mean ranks of presets with intervals, and accuracies by column]"
         said = (
             f"A row for each preset, in seven columns of data: {len(board.means)} of {rows} rows, {counts}."
             f" The first group is {', '.join(first)}, the last {', '.join(last)};"
