@@ -160,6 +160,11 @@ class Algorithm:
         return self.advantage.option("singleton") == "reward"
 
     @property
+    def has_bonus(self) -> bool:
+        """True if completions of a group can have an advantage although their rewards are equal."""
+        return bool(self.advantage.option("bonus"))
+
+    @property
     def imitates(self) -> bool:
         """True if a term has completions of other models as its targets, whatever their rewards are."""
         return "foreign" in values_read(self.regularizer)

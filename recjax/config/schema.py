@@ -121,7 +121,7 @@ class AlgorithmConfig(ConfigBlock):
     def ignores_singletons(self) -> bool:
         """True if the algorithm learns nothing from a group's only completion; False for a user's own advantage."""
         algorithm = self.build()
-        if algorithm.baseline != "group" or algorithm.values_singletons or algorithm.advantage.option("bonus"):
+        if algorithm.baseline != "group" or algorithm.values_singletons or algorithm.has_bonus:
             return False
         return ":" not in self.resolved().get("advantage", {"name": ""})["name"]
 
@@ -141,7 +141,7 @@ class AlgorithmConfig(ConfigBlock):
             if algorithm.needs_teacher:
                 return "difference"
             return "any"
-        if algorithm.baseline == "group" and not algorithm.advantage.option("bonus"):
+        if algorithm.baseline == "group" and not algorithm.has_bonus:
             return "difference"
         return "reward"
 

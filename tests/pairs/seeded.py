@@ -86,7 +86,7 @@ SEEDED = {
     "single-completions-of-groups": _seeded(
         "some advantages of groups accept groups of one completion, from which they learn nothing",
         "config/schema.py",
-        'if algorithm.baseline != "group" or algorithm.values_singletons or algorithm.advantage.option("bonus"):',
+        'if algorithm.baseline != "group" or algorithm.values_singletons or algorithm.has_bonus:',
         'if algorithm.advantage.option("singleton") is None or algorithm.values_singletons:',
         "single",
         "parts",
