@@ -28,7 +28,7 @@ from recjax.experience.packing import RowShape, pack
 from recjax.experience.queue import LEFT
 from recjax.hub.weights import load_pretrained
 from recjax.models.placement import put_rows
-from recjax.models.trainable import combine, flatten
+from recjax.models.trainable import combine, flatten, is_adapter, unflatten
 from recjax.planning.dry_run import dry_run
 from recjax.planning.targets import named_devices
 from recjax.runs.policies import open_policy
@@ -581,8 +581,9 @@ def rewards_are_compared(case: Case, ran: Finished) -> Iterator[str]:
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     left = gradient(ran, step, batch=equal)
     if not alone:
-        # What is left are the other terms, which do not read rewards.
-        terms = gradient_and_loss(ran, step, algorithm=replace(algorithm, advantage=Axis(no_advantages)))[0]
+        # What is left are the other terms, which read rewards only where a selection drops completions by them.
+        without = replace(algorithm, advantage=Axis(no_advantages))
+        terms = gradient_and_loss(ran, step, batch=equal, algorithm=without)[0]
         left = jax.tree.map(lambda ours, theirs: ours - theirs, left, terms)
     found = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(left))
     # A loss of pairs and a penalty on the ratio also pull the policy to the sampler.
@@ -688,6 +689,10 @@ def versions_are_those_promised(case: Case, ran: Finished) -> Iterator[str]:
         # A group of the next batch replaces one without rewards.
         if waits or ran.state.queue.counts["groups_without_reward"]:
             promised = {*map(sampled_by, range(batch + 1))}
+        drawn = ran.rows[step.number].get("experience/drawn_batches", 0)
+        if drawn > batch + 1 + regime.sync_offset:
+            # Rounds went by without a step, so that the sampler came nearer than its offset.
+            promised |= {number * updates for number in range(batch + 1)}
         if "frozen seat" in case.row.values():
             promised.add(0)
         if experience and experience.store:
@@ -751,7 +756,11 @@ def _promised_models(ran: Finished) -> dict[str, dict]:
         if ran.learner.reference is not None:
             promised["reference_params"] = ran.steps[0].before.params
             if model.reference:
-                promised["reference_params"] = open_policy(model.reference).params
+                named = open_policy(model.reference).params
+                # Adapters of the policy that change nothing.
+                own = flatten(combine(ran.steps[0].before.params, ran.learner.frozen))
+                adapters = {path: np.zeros_like(leaf) for path, leaf in own.items() if is_adapter(path)}
+                promised["reference_params"] = combine(named, unflatten(adapters))
     return promised
 
 
