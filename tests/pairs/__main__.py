@@ -2,7 +2,8 @@
 
 Runs every row of the array, or the rows that are given, and checks the relations on each. A row that breaks a relation
 is printed as one command, and as the smallest row that still breaks it. Status 1 if there is any. `--table` prints the
-pairs and starts no run. `--write` makes a new array after a change of the table of features.
+pairs and starts no run. `--write` makes a new array after a change of the table of features, and `--grow` adds rows to
+the one that is there.
 """
 
 import argparse
@@ -221,6 +222,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", help="keep models, stores and compiled programs here, for the next command")
     parser.add_argument("--table", action="store_true", help="print the pairs, and run nothing")
     parser.add_argument("--write", action="store_true", help="write a new array, and run nothing")
+    parser.add_argument("--grow", action="store_true", help="add rows for new values to the array, and run nothing")
     return parser.parse_args()
 
 
@@ -240,9 +242,9 @@ def main() -> None:
     """Reads the arguments, runs the rows, prints the table."""
     gc.enable()  # the tests' settings disable it until all tests are collected
     given = arguments()
-    if given.write:
-        covering.write_array()
-    if given.write or given.table:
+    if given.write or given.grow:
+        covering.write_array(given.grow)
+    if given.write or given.grow or given.table:
         print(pair_table())
         return
     logging.getLogger("recjax").setLevel(logging.ERROR)

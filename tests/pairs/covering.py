@@ -118,12 +118,18 @@ def row_with(items: Iterable[tuple[str, str]]) -> Row:
     return {axis: value for axis, value in chosen.items() if PLAIN[axis] != value}
 
 
-def covering_array(seed: int = 0) -> list[Row]:
-    """Rows that cover all accepted pairs, and all accepted triples of the costly values."""
+def covering_array(seed: int = 0, known: Sequence[Row] = ()) -> list[Row]:
+    """Rows that cover all accepted pairs, and all accepted triples of the costly values.
+
+    Args:
+        known: rows that the array begins with.
+    """
     chance = random.Random(seed)
     wanted = [target for target in [*costly_triples(), *all_pairs()] if refused(row_with(target)) is None]
     uncovered = {target for target in wanted if len(target) == 2}
-    rows: list[Row] = []
+    rows = list(known)
+    for row in known:
+        uncovered -= pairs_of(row)
     for target in wanted:
         if len(target) == 2 and target not in uncovered:
             continue
@@ -165,8 +171,13 @@ def stored_array() -> list[Row]:
     return [row_of(text) for text in json.loads(ARRAY.read_text())]
 
 
-def write_array(seed: int = 0) -> list[Row]:
-    """Writes a new array into the repository, after a change of the table."""
-    rows = covering_array(seed)
+def write_array(grow: bool, seed: int = 0) -> list[Row]:
+    """Writes an array into the repository, after a change of the table.
+
+    Args:
+        grow: add rows to the array that is there, so that only new rows are to be run; a new array is shorter.
+    """
+    known = [row for row in stored_array() if refused(row) is None] if grow else []
+    rows = covering_array(seed, known)
     ARRAY.write_text(json.dumps([named(row) for row in rows], indent=1, ensure_ascii=False) + "\n")
     return rows

@@ -62,6 +62,13 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
         "replay": ["experience.replay={draw_every: 2, max_reuse: 3, keep_no_signal: true}"],
         "bounded replay": ["experience.replay={max_reuse: 2, max_staleness: 1, keep_no_signal: true}"],
         "ranked replay": ["experience.replay={max_reuse: 2, half_life: 2.0, priority: reward_spread}"],
+        "headroom replay": [
+            "experience.replay={max_reuse: 3, priority: headroom, order: highest, max_drift: 4.0}",
+        ],
+        "mean bound": [
+            "experience.replay={draw_every: 2, max_reuse: 3, keep_no_signal: true}",
+            "regime.max_mean_staleness=2.0",
+        ],
         "refill": ["experience.refill={}"],
     },
     "record": {"no record": [], "recorded": ["experience.record=true"]},
@@ -91,7 +98,7 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
         "penalized": ["task.truncated=penalize", "task.truncated_reward=-1.0"],
         "overlong": ["task.overlong_tokens=3"],
     },
-    "groups": {"four": [], "single": ["rollout.group_size=1"]},
+    "groups": {"four": [], "single": ["rollout.group_size=1"], "oversampled": ["rollout.oversample=2"]},
     "sampling": {
         "exact": [],
         "cool": ["rollout.temperature=0.7"],
@@ -107,6 +114,7 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
         "proximal": ["algorithm.preset=decoupled_ppo"],
         "selection": ["algorithm.preset=red_drop"],
         "expert": ["algorithm.preset=luffy"],
+        "own objective": ["algorithm.objective=tests.pairs.programs:clipped_surrogate"],
     },
     "teacher": {
         "no teacher": [],
@@ -122,6 +130,7 @@ AXES: Mapping[str, Mapping[str, list[str]]] = {
         "other reference": ["algorithm.reference_kl={coefficient: 0.2, estimator: k3}", "model.reference=<parent>"],
         "entropy": ["algorithm.entropy={coefficient: 0.1}"],
         "centering": ["rollout.recorded_top_k=4", "algorithm.score_centering={coefficient: 1.0}"],
+        "ratio penalty": ["algorithm.log_ratio_penalty={coefficient: 0.1}"],
     },
     "model": {
         "dense": [MODEL],
@@ -239,6 +248,18 @@ def _has_three_batches(ran: Any) -> bool:
     return len(ran.steps) > 2 * ran.config.training.updates
 
 
+def _has_ratios(ran: Any) -> bool:
+    """True if some update has tokens with another probability than when they were sampled."""
+    for step in ran.steps:
+        known = step.batch.behavior_logprobs
+        if known is None:
+            continue
+        far = np.abs(step.logprobs - np.asarray(known))[np.asarray(step.batch.completion_mask)]
+        if np.nanmax(far, initial=0.0) > 0.01:
+            return True
+    return False
+
+
 def _failed(ran: Any) -> bool:
     """True if some agent of the first batch failed beside others that did not."""
     groups = ran.taken[1]
@@ -258,6 +279,10 @@ KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "minibatches": ("training.minibatches=1", "weights", _lasts),
     "late": ("experience.late={longest: 1}", "metric", always),
     "ranked replay": ("experience.replay={max_reuse: 2, half_life: 0.1, priority: none}", "metric", _has_three_batches),
+    "headroom replay": ("experience.replay={order: sampled, max_drift: 0.001}", "metric", _has_three_batches),
+    "oversampled": ("rollout.oversample=4", "metric", always),
+    "ratio penalty": ("algorithm.log_ratio_penalty={coefficient: 0.3}", "weights", _has_ratios),
+    "own objective": ("algorithm.objective={epsilon: 0.01}", "weights", _has_ratios),
     "failing agent": ("task.agent_failure_reward=-3.0", "weights", _failed),
     "turn returns": ("algorithm.advantage={name: turn_returns, discount: 0.1}", "weights", always),
     "observed turns": ("algorithm.observations={coefficient: 0.3}", "weights", always),

@@ -1,5 +1,7 @@
 """Rewards, agents, tools and an environment that the runs of the array name in their configs."""
 
+import jax.numpy as jnp
+
 from recjax.agents.agent_policy import AgentPolicy, Seats
 from recjax.tasks.problems import Problem
 
@@ -99,3 +101,8 @@ class Countdown:
         """Pays for the digits of a reply."""
         self.left -= 1
         return str(self.left), score(action)["digits"], self.left == 0, False, {}
+
+
+def clipped_surrogate(ratio, advantages, *, epsilon: float = 0.2):
+    """GRPO's loss of each token as a user writes it."""
+    return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * advantages)
