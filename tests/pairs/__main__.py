@@ -137,15 +137,22 @@ class Campaign:
 
     def smallest(self, hit: Hit) -> Row:
         """The row of a hit without the features that do not matter to it."""
-        row = dict(hit.row)
-        for axis in sorted(row, key=lambda axis: axis == "model"):
-            smaller = {other: value for other, value in row.items() if other != axis}
-            if covering.refused(smaller) is not None:
-                continue
-            relations = [] if hit.relation == RUNS else [hit.relation]
-            if any(relation == hit.relation for relation, _ in self.found(smaller, relations, Counter())):
-                row = smaller
-        return row
+        relations = [] if hit.relation == RUNS else [hit.relation]
+        axes = sorted(hit.row, key=lambda axis: axis == "model")
+        size = len(axes) // 2
+        while size >= 1:  # halves first: most features of a row do not matter
+            for start in range(0, len(axes), size):
+                fewer = axes[:start] + axes[start + size :]
+                smaller = {axis: hit.row[axis] for axis in fewer}
+                if not fewer or covering.refused(smaller) is not None:
+                    continue
+                if any(relation == hit.relation for relation, _ in self.found(smaller, relations, Counter())):
+                    axes = fewer
+                    break
+            else:
+                size //= 2
+            size = min(size, len(axes) - 1)
+        return {axis: hit.row[axis] for axis in axes}
 
 
 def _line(error: Exception) -> str:
