@@ -205,7 +205,10 @@ REFUSED_AT_START: Mapping[tuple[str | frozenset[str], ...], str] = {
     (_OTHER_SAMPLING, frozenset({"mixed rows", "mixed groups", "stored", "stored trajectories"})): (
         "the store's completions were sampled from another distribution"
     ),
-    ("mixed rows", frozenset({"seats", "frozen seat"})): "completions join only groups of their own seat",
+    (
+        frozenset({"mixed rows", "foreign rows"}),
+        frozenset({"seats", "frozen seat"}),
+    ): "completions join only groups of their own seat",
     (_OTHER_SAMPLING, "followed"): "the run would wait for completions of its own distribution",
     ("own lessons", "stored trajectories"): "a teacher's prompts need single turns",
     ("no verdict", frozenset({"kept", "curriculum"})): "the reward says not which answers are right",
