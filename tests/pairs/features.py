@@ -221,6 +221,11 @@ def always(ran: Any) -> bool:
     return True
 
 
+def _grades(ran: Any) -> bool:
+    """True if the run computes rewards; those of a store are its own."""
+    return ran.config.experience is None or ran.config.experience.store is None
+
+
 def _cut_beside_whole(ran: Any) -> bool:
     """True if the first batch has a group with cut and with whole completions."""
     batch = ran.steps[0].batch
@@ -303,6 +308,6 @@ KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "adapters": ("model.lora={rank: 2, alpha: 16, targets: [query, down]}", "weights", always),
     "answers": ("warm_start.learning_rate=0.01", "weights", always),
     "demonstrations": ("warm_start.learning_rate=0.01", "weights", always),
-    "mixture": ("task.mixture.more.reward_weights={length: -3.0}", "weights", always),
+    "mixture": ("task.mixture.more.reward_weights={length: -3.0}", "weights", _grades),
     "noise": ("rollout.drift={weights: noise, scale: 0.3}", "weights", always),
 }
