@@ -226,6 +226,20 @@ def _grades(ran: Any) -> bool:
     return ran.config.experience is None or ran.config.experience.store is None
 
 
+def _observes(ran: Any) -> bool:
+    """True if an agent of some batch read tokens between its replies."""
+    for step in ran.steps:
+        sampled = np.asarray(step.batch.completion_mask)
+        if (np.asarray(step.batch.real_tokens) & ~sampled & sampled.any(-1, keepdims=True)).any():
+            return True
+    return False
+
+
+def _trains_on_new(ran: Any) -> bool:
+    """True if some batch was sampled by weights of this run."""
+    return any((np.asarray(step.batch.policy_version) > 0).any() for step in ran.steps)
+
+
 def _cut_beside_whole(ran: Any) -> bool:
     """True if the first batch has a group with cut and with whole completions."""
     batch = ran.steps[0].batch
@@ -282,7 +296,7 @@ def _failed(ran: Any) -> bool:
 # which runs.
 KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "interval": ("regime.sync_interval=2", "weights", _has_three_batches),
-    "ahead": ("regime.sync_offset=1", "weights", _has_three_batches),
+    "ahead": ("regime.sync_offset=1", "weights", _trains_on_new),
     "two passes": ("training.updates_per_batch=1", "weights", _lasts),
     "minibatches": ("training.minibatches=1", "weights", _lasts),
     "late": ("experience.late={longest: 1}", "metric", always),
@@ -293,7 +307,7 @@ KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "own objective": ("algorithm.objective={epsilon: 0.01}", "weights", _has_ratios),
     "failing agent": ("task.agent_failure_reward=-3.0", "weights", _failed),
     "turn returns": ("algorithm.advantage={name: turn_returns, discount: 0.1}", "weights", always),
-    "observed turns": ("algorithm.observations={coefficient: 0.3}", "weights", always),
+    "observed turns": ("algorithm.observations={coefficient: 0.3}", "weights", _observes),
     "masked": ("task.truncated=train", "weights", _cut_beside_whole),
     "penalized": ("task.truncated_reward=-4.0", "weights", _cut_of_three),
     "overlong": ("task.overlong_tokens=1", "metric", _cut_beside_whole),

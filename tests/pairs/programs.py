@@ -56,6 +56,13 @@ async def cut_contexts(problem: Problem, policy: AgentPolicy) -> dict[str, float
     return {"accuracy": score(second.text)["accuracy"]}
 
 
+async def either(problem: Problem, policy: AgentPolicy) -> dict[str, float]:
+    """One context that goes on, or a second one, by the problem."""
+    if int(problem.prompt[0]) % 2:
+        return await several_turns(problem, policy)
+    return await cut_contexts(problem, policy)
+
+
 async def failing(problem: Problem, policy: AgentPolicy) -> dict[str, float]:
     """One turn; replies that begin with a small digit make the agent fail."""
     reply = await policy.complete(problem.prompt)
