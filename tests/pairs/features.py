@@ -235,6 +235,12 @@ def _observes(ran: Any) -> bool:
     return False
 
 
+def _has_turns(ran: Any) -> bool:
+    """True if some completion has rewards of several turns."""
+    turns = [step.batch.turn_rewards for step in ran.steps if step.batch.turn_rewards is not None]
+    return any(((~np.isnan(np.asarray(rewards))).sum(-1) > 1).any() for rewards in turns)
+
+
 def _trains_on_new(ran: Any) -> bool:
     """True if some batch was sampled by weights of this run."""
     return any((np.asarray(step.batch.policy_version) > 0).any() for step in ran.steps)
@@ -306,7 +312,7 @@ KNOBS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "ratio penalty": ("algorithm.log_ratio_penalty={coefficient: 0.3}", "weights", _has_ratios),
     "own objective": ("algorithm.objective={epsilon: 0.01}", "weights", _has_ratios),
     "failing agent": ("task.agent_failure_reward=-3.0", "weights", _failed),
-    "turn returns": ("algorithm.advantage={name: turn_returns, discount: 0.1}", "weights", always),
+    "turn returns": ("algorithm.advantage={name: turn_returns, discount: 0.1}", "weights", _has_turns),
     "observed turns": ("algorithm.observations={coefficient: 0.3}", "weights", _observes),
     "masked": ("task.truncated=train", "weights", _cut_beside_whole),
     "penalized": ("task.truncated_reward=-4.0", "weights", _cut_of_three),
