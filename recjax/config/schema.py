@@ -883,4 +883,5 @@ SHORT_FORMS: dict[str, Any] = {
     "task": named_task,
     "rollout.engine": EngineConfig.from_url,
     "optimizer.schedule": lambda name: dict(_SCHEDULES.get(name, {"name": name})),
+    **{f"algorithm.{axis}": lambda name: {"name": name} for axis in _AXES},
 }

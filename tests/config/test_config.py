@@ -279,6 +279,18 @@ URL = "http://127.0.0.1:9"
             {"name": "cosine_decay_schedule"},
         ),
         ({"optimizer": {"schedule": "linear"}}, ["optimizer.learning_rate=0.1"], "optimizer.schedule", "linear"),
+        (
+            {"algorithm": {"clip": "two_side"}},
+            ["algorithm.clip={epsilon_low: 0.1}"],
+            "algorithm.clip",
+            {"name": "two_side", "epsilon_low": 0.1},
+        ),
+        (
+            {"algorithm": {"weight": "importance", "clip": {"name": "one_side", "epsilon_low": 0.3}}},
+            ["algorithm.weight=truncated", "algorithm.clip=two_side", "algorithm.clip.epsilon_low=0.1"],
+            "algorithm.clip",
+            {"name": "two_side", "epsilon_low": 0.1},
+        ),
         ({"task": "gsm8k"}, ["task.gsm8k.train=own", "task.reward=math"], "task.gsm8k.evaluation", "openai/gsm8k"),
     ],
 )
