@@ -584,10 +584,10 @@ def rewards_are_compared(case: Case, ran: Finished) -> Iterator[str]:
         equal = batch._replace(reward_parts=kept, rewards=np.ones_like(rewards))
     else:
         equal = batch._replace(rewards=np.ones_like(rewards))
-        if batch.turn_rewards is not None:
-            turns = np.zeros_like(np.asarray(batch.turn_rewards))
-            turns = np.where(np.isnan(batch.turn_rewards), np.nan, turns)
-            equal = equal._replace(turn_rewards=turns.astype(np.float32))
+    if batch.turn_rewards is not None:
+        turns = np.zeros_like(np.asarray(batch.turn_rewards))
+        turns = np.where(np.isnan(batch.turn_rewards), np.nan, turns)
+        equal = equal._replace(turn_rewards=turns.astype(np.float32))
     is_centered = row.get("groups") != "single"
     imitates = objective == "expert" and (np.asarray(batch.policy_version) == FOREIGN).any()
     algorithm = ran.learner._recipe.algorithm
@@ -707,7 +707,8 @@ def versions_are_those_promised(case: Case, ran: Finished) -> Iterator[str]:
         if waits or ran.state.queue.counts["groups_without_reward"]:
             promised = {*map(sampled_by, range(batch + 1))}
         drawn = ran.rows[step.number].get("experience/drawn_batches", 0)
-        if drawn > batch + 1 + regime.sync_offset:
+        every = experience.replay.draw_every if experience and experience.replay else 1
+        if (drawn - 1) * every > batch + regime.sync_offset:
             # Rounds went by without a step, so that the sampler came nearer than its offset.
             promised |= {number * updates for number in range(batch + 1)}
         if "frozen seat" in case.row.values():
