@@ -33,7 +33,7 @@ UPDATE = "jit_update"  # XLA's name of the update's program; all others are of t
 # The first one that fits counts.
 KINDS = {
     "products": ({"dot", "convolution"}, ()),
-    "random numbers": (set(), ("random", "threefry", "gumbel")),
+    "random numbers": ({"xor"}, ("random", "threefry", "gumbel", "uniform")),
     "gathers and slots": ({"gather", "scatter", "dynamic-slice", "dynamic-update-slice"}, ()),
     "softmax and exp": ({"exponential", "exponential-minus-one", "log", "log-plus-one"}, ()),
     "norms": ({"rsqrt", "sqrt"}, ()),
