@@ -119,6 +119,10 @@ def prepare(inputs: Inputs) -> System:
         held["steps"] += 1
         return {"inside": watch.seconds, "tokens": int(batch.completion_mask.sum())}
 
+    def trace(folder: str, round: int) -> dict:
+        with jax.profiler.trace(folder):
+            return step(round)
+
     def prefill(number: int) -> dict:
         started = time.perf_counter()
         behavior = jax.block_until_ready(sampler_params())
@@ -190,7 +194,13 @@ def prepare(inputs: Inputs) -> System:
             "rescore": rescore,
             "checkpoint": write_checkpoint,
         },
-        checks={"greedy": greedy, "logprobs": save_logprobs, "loss": loss, "peaks": functools.partial(_peaks, inputs)},
+        checks={
+            "greedy": greedy,
+            "logprobs": save_logprobs,
+            "loss": loss,
+            "peaks": functools.partial(_peaks, inputs),
+            "trace": trace,
+        },
         peak_device_bytes=lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         packages=("jax", "jaxlib", "flax", "optax"),
         notes={**({"config": list(lines)} if lines else {}), "device": jax.local_devices()[0].device_kind},
