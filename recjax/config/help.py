@@ -77,9 +77,10 @@ def json_schema() -> dict[str, Any]:
     """
     from recjax.algorithms.axes import ADDED_TERMS, AXES  # imported here, because only this schema needs JAX
 
-    schema = Config.model_json_schema()
-    meanings = {name: part["description"].partition("\n\n")[0] for name, part in schema["$defs"].items()}
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_for_yaml(schema, meanings)}
+    whole = Config.model_json_schema()
+    meanings = {name: part["description"].partition("\n\n")[0] for name, part in whole["$defs"].items()}
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema |= _for_yaml(whole, meanings)
     blocks = schema["$defs"]
     # Short forms.
     generator = {"type": "string", "pattern": "^reasoning_gym:."}
