@@ -42,7 +42,7 @@ setup(
     package_data={
         "recjax": ["py.typed"],
         "recjax.config": ["*.yaml"],
-        "recjax.examples": ["*.yaml", "*/*.yaml"],  # links to files of experiments/; a wheel has the files
+        "recjax.examples": ["*.json", "*.yaml", "*/*.yaml"],  # links to files of experiments/; a wheel has the files
         "recjax.plots": ["*.html"],
     },
     entry_points={"console_scripts": ["recjax=recjax.__main__:main"]},

@@ -23,6 +23,7 @@ COMMANDS = (
     "samples",
     "sweep",
     "objectives",
+    "schema",
     "serve",
     "export",
     "generate_experience",

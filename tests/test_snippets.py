@@ -47,7 +47,7 @@ PRINTING = [
     *(path for folder in ("recjax", "experiments", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))),
     *sorted((ROOT / "launch").iterdir()),
 ]
-REFUSED = ("widht",)  # a page shows what recjax says of a wrong key
+REFUSED = ("widht", "branching:halved")  # a page shows what recjax says of a wrong key or function
 # Devices on which the header of a launch file starts a run.
 DEVICES = {
     "gpu_host.sh": 8,

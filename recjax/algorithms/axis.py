@@ -41,8 +41,8 @@ class Axis:
         """Calls the function with the values that it reads.
 
         Raises:
-            UserError: a value that the function reads is None; or a user's function returns an array of a shape or
-                dtype that its axis does not take.
+            UserError: a value that the function reads is None; or a user's function raises an error, or returns an
+                array of a shape or dtype that its axis does not take.
         """
         values = {}
         for name in self.reads:
@@ -50,10 +50,16 @@ class Axis:
             if name in Tokens._fields:
                 container = tokens
             values[name] = getattr(container, name)
-        result = self.apply(**values)
-        if self.users:
-            return _checked_result(self, result, tokens)
-        return result
+        if not self.users:
+            return self.apply(**values)
+        try:
+            result = self.apply(**values)
+        except UserError:
+            raise
+        except Exception as error:
+            problem = f"{self.title} fails with {described(error, traced=True)}"
+            raise UserError(f"algorithm.{self.users}", problem) from error
+        return _checked_result(self, result, tokens)
 
     def apply(self, **values: Any) -> Any:
         """Calls the function with values by the names of its positional parameters.
@@ -123,12 +129,7 @@ def check_users_function(axis: Axis, key: str, name: Any) -> None:
     try:
         jax.eval_shape(called)
     except UserError as error:
-        raise UserError(key, str(error), value=name) from error
-    except Exception as error:
-        problem = f"fails on arrays of {ROWS} completions and {TIME} tokens with {described(error, first_line=True)}"
-        if isinstance(error, jax.errors.ConcretizationTypeError):
-            problem += "\n  values of arrays are not known here: write jnp.where in place of if, and, or, not"
-        raise UserError(key, problem, value=name) from error
+        raise UserError(key, error.problem, error.remedy, value=name) from error
 
 
 def takes_arrays(axis: Axis, options: tuple[str, ...]) -> bool:

@@ -149,26 +149,45 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?"
 
 
-def described(error: BaseException, first_line: bool = False) -> str:
+# What to write in place of code that JAX cannot trace, by the error's class.
+_REMEDIES = {
+    "TracerBoolConversionError": "write jnp.where in place of if, and, or, not",
+    "TracerArrayConversionError": "call functions of jnp in place of NumPy's",
+    "TracerIntegerConversionError": "loop over a shape, and mask elements with jnp.where",
+    "NonConcreteBooleanIndexError": "write jnp.where(mask, x, 0) in place of x[mask]",
+    "ConcretizationTypeError": "leave out float(), int() and .item(), and give jnp.where all three arguments",
+}
+
+
+def described(error: BaseException, traced: bool = False) -> str:
     """An exception's type and message, then a line for each frame of the traceback in the user's own code.
 
     Args:
-        first_line: flag to show only the message's first line, because JAX's messages are long.
+        traced: True if JAX traced the code: only the message's first line, because JAX's messages are long, and a last
+            line with the remedy if the code asked for values of arrays.
 
     Examples:
         >>> described(ValueError("too long"))
         'ValueError: too long'
     """
-    skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
-    places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+    skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), str(PACKAGE))
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
+        if not is_installed and not frame.filename.startswith(skipped):
+            lines.append(f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")
     try:
         message = str(error)
     except Exception:  # a user's exception class may be unable to print itself
         message = "its message cannot be printed"
-    if first_line:
+    if traced:
         message = message.partition("\n")[0]
-    return f"{type(error).__name__}: {message}" + "".join(places)
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        if "truth value of an array" in message:
+            kinds = ["TracerBoolConversionError"]
+        remedies = [_REMEDIES[kind] for kind in kinds if kind in _REMEDIES]
+        lines += [f"\n  values of arrays are not known here: {remedy}" for remedy in remedies[:1]]
+    return f"{type(error).__name__}: {message}" + "".join(lines)
 
 
 def user_function(key: str, name: str) -> Callable[..., Any]:

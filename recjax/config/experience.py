@@ -87,7 +87,7 @@ class DriftConfig(ConfigBlock):
     group: Int | None = key(
         None, "Inputs of an output that share a scale, for int8, int4 and float8; null: all inputs", ge=1
     )
-    fixed: bool = key(
+    fixed: Bool = key(
         False, "Noise is drawn once from the seed, so that it does not cancel over syncs; false: anew for each version"
     )
     scale: Float = key(1.0, "Factor of the change; 1: the whole rounding error, 0: no change", ge=0)
@@ -177,7 +177,7 @@ class RolloutConfig(ConfigBlock):
         ge=0,
         le=4096,
     )
-    record_routing: bool = key(True, "Record the experts of each sampled token; the update runs them again")
+    record_routing: Bool = key(True, "Record the experts of each sampled token; the update runs them again")
     stop: list[str] = key(list, "Texts of one token that end a completion, as EOS does")
 
     engine: EngineConfig | None = key(None)

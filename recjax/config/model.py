@@ -39,7 +39,7 @@ Projection = Literal[
     "delta_output",
 ]
 # PEFT's names of projections.
-_PEFT_NAMES = {
+PEFT_NAMES = {
     "q_proj": "query",
     "k_proj": "key",
     "v_proj": "value",
@@ -58,7 +58,7 @@ _PEFT_NAMES = {
 def _without_peft_names(names: Any) -> Any:
     if not isinstance(names, list):
         return names
-    return [_PEFT_NAMES.get(str(name), name) for name in names]
+    return [PEFT_NAMES.get(str(name), name) for name in names]
 
 
 Targets = Annotated[list[Projection], pydantic.BeforeValidator(_without_peft_names)]

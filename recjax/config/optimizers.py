@@ -170,7 +170,7 @@ def check_optimizer(name: str, build: Callable[[Any], "optax.GradientTransformat
     try:
         params, state, updates, new_state = jax.eval_shape(first_update, rate, params)
     except Exception as error:
-        raise UserError(NAME, f"a first update fails: {described(error, first_line=True)}", value=name) from error
+        raise UserError(NAME, f"a first update fails: {described(error, traced=True)}", value=name) from error
     remedy = "returns updates of other shapes or types than the parameters'"
     require(_described_alike(updates, params), NAME, name, remedy)
     require(_described_alike(new_state, state), NAME, name, "changes the shapes or types of its state in an update")

@@ -27,7 +27,7 @@ _SCALARS = {
     "merge": (r"<<", ["<"]),
 }
 # Decimal numbers, with optional leading zeros and groups of three digits. Python's int() would accept other texts, too.
-_DECIMAL = re.compile(
+DECIMAL = re.compile(
     r"[-+]?(?:(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?|[-+]?\.?inf|\.?nan", re.I
 )
 _BREAKS = "\r\n\x85\u2028\u2029"
@@ -256,7 +256,7 @@ def read_decimal(value: Any) -> Any:
         >>> [read_decimal(value) for value in ("010", "1_000", "00.5", "0x1f", None)]
         [10, 1000, 0.5, '0x1f', None]
     """
-    if not isinstance(value, str) or not _DECIMAL.fullmatch(value):
+    if not isinstance(value, str) or not DECIMAL.fullmatch(value):
         return value
     if re.fullmatch(r"[-+]?[0-9_]+", value):
         return int(value)

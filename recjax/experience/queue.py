@@ -1,9 +1,9 @@
 """The queue between the sources and the update: plain data and pure functions.
 
 `put` adds groups with or without their rewards, `deliver` gives them the rewards that are due, and `take` takes groups
-to train on. Time is measured in rounds. After the first rounds, every round is a step. Every regime is a setting of the
-queue: `sync_offset` and late rewards delay rewards, a deadline releases groups with missing rewards, replay allows
-several uses, and asynchronous sampling changes the order.
+to train on. Whoever calls these three counts the rounds, in `Queue.round`. After the first rounds, every round is a
+step. Every regime is a setting of the queue: `sync_offset` and late rewards delay rewards, a deadline releases groups
+with missing rewards, replay allows several uses, and asynchronous sampling changes the order.
 """
 
 import itertools
@@ -44,7 +44,7 @@ LEFT = (
 
 
 class Settings(NamedTuple):
-    """The queue's settings.
+    """The queue's settings; the defaults give each group once, in order of arrival.
 
     offset: rounds by which every reward is delayed, because batches are sampled this many rounds ahead.
     sampling_interval: rounds from one batch that the policy samples to the next.
@@ -59,12 +59,12 @@ class Settings(NamedTuple):
     idle_rounds: rounds without a step after which a run ends with an error, unless its source is endless.
     """
 
-    offset: int
-    sampling_interval: int
-    late: LateConfig
-    replay: bool
-    oldest_first: bool
-    limits: ReplayConfig
+    offset: int = 0
+    sampling_interval: int = 1
+    late: LateConfig = LateConfig()
+    replay: bool = False
+    oldest_first: bool = False
+    limits: ReplayConfig = ONCE
     newest: float | None = None
     judge: Judge = Judge()
     idle_rounds: float = math.inf
@@ -265,7 +265,7 @@ def _select(group: Group, flags: Sequence[int | bool]) -> Group:
 
 
 def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
-    """Gives the rewards of this round to their groups and makes groups ready; call `wait_for_grades` before.
+    """Gives the rewards of this round to their groups, after a wait for grades that are due, and makes groups ready.
 
     A group becomes ready when it has all its rewards, or `late.deadline` rounds after it started to wait. At the
     deadline it loses the completions without rewards; a group without any rewards is removed.
@@ -273,6 +273,7 @@ def deliver(queue: Queue, step: int, settings: Settings) -> Queue:
     Args:
         step: number of the next training step, from 1.
     """
+    queue, _ = wait_for_grades(queue)
     still_waiting = []
     ready = list(queue.ready)
     counts = Counter(queue.counts)

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 from recjax import algorithms
+from recjax.algorithms.axes import READABLE
+from recjax.algorithms.axis import Axis
 from recjax.algorithms.presets import build_algorithm, resolve
+from recjax.algorithms.values import Rows, Tokens
 from recjax.config import AlgorithmConfig
+from recjax.errors import UserError
 from tests import commands
 from tests.algorithms import mine
 from tests.algorithms.examples import loss_and_gradient, make_example
@@ -182,10 +186,10 @@ def test_a_name_or_a_function_stands_for_its_block():
             {"name": f"{MINE}:of_another_shape"},
             r"must return \[batch, time\] or \[batch, 1\] of numbers, and returns an array of shape \[batch, 6\]",
         ),
-        ({"name": f"{MINE}:broken"}, "fails on arrays .*AttributeError: .*no_such_method"),
+        ({"name": f"{MINE}:broken"}, "broken fails with AttributeError: .*no_such_method"),
         (
             branching,
-            r"(?s)fails on arrays .*\n  .*test_own.py:\d+ in branching: if ratio.max.*write jnp.where in place",
+            r"(?s)branching fails with .*\n  .*test_own.py:\d+ in branching: if ratio.max.*write jnp.where in place",
         ),
         ({"name": f"{MINE}:bounded", "cup": 2.0}, "weight.cup = 2.0: .*does not read this option.*did you mean 'cap'"),
         ({"name": f"{MINE}:bounded", "cap": "high"}, "weight.cap = 'high': takes a float"),
@@ -194,6 +198,44 @@ def test_a_name_or_a_function_stands_for_its_block():
 def test_mistakes_in_ones_own_are_found_before_work_starts(block, words):
     with pytest.raises(ValueError, match=words):
         build_algorithm("reinforce", {"weight": block})
+
+
+def asks_if(completion_mask):
+    return completion_mask and completion_mask
+
+
+def asks_numpy(completion_mask):
+    return np.exp(completion_mask)
+
+
+def asks_for_length(completion_mask):
+    return range(completion_mask.sum())
+
+
+def asks_for_elements(completion_mask):
+    return completion_mask[completion_mask]
+
+
+def asks_for_number(completion_mask):
+    return completion_mask * float(completion_mask.sum())
+
+
+@pytest.mark.parametrize("axis", READABLE)
+def test_values_of_arrays_are_refused_with_line_and_remedy(axis):
+    """In the check of a config, and in a program of other shapes."""
+    remedies = {
+        asks_if: "write jnp.where in place of if, and, or, not",
+        asks_numpy: "functions of jnp",
+        asks_for_length: "loop over a shape",
+        asks_for_elements: r"jnp.where\(mask, x, 0\)",
+        asks_for_number: r"leave out float\(\)",
+    }
+    for function, remedy in remedies.items():
+        words = rf"{function.__name__} fails with \w+: .*\n  \S*test_own.py:\d+ in .*: return .*\n  .*: .*{remedy}"
+        with pytest.raises(UserError, match=f"{axis}.name = .*{words}"):
+            build_algorithm("reinforce", {axis: {"name": function}})
+        with pytest.raises(UserError, match=f"algorithm.{axis}: {words}"):
+            jax.eval_shape(Axis(function, users=axis), Tokens(completion_mask=jnp.ones((2, 5), bool)), Rows())
 
 
 @pytest.mark.parametrize(

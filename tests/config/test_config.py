@@ -10,6 +10,8 @@ from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
+import jsonschema
+import pydantic
 import pytest
 import yaml
 
@@ -36,6 +38,7 @@ from recjax.config import (
 from recjax.config import help as config_help
 from recjax.config.experience import EngineConfig
 from recjax.config.fields import block_of, choices_of, value_of
+from recjax.config.yaml_values import read_yaml, read_yaml_file
 from recjax.experience.replay import PRIORITIES
 from recjax.models.attention import KERNELS
 from recjax.models.decoder import REMAT
@@ -131,6 +134,95 @@ CONFIGS = [path for path in EXPERIMENTS if path not in SWEEPS and path.name not 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_experiment_is_a_valid_config(path):
     load_config(path)
+
+
+@pytest.fixture(scope="module")
+def schema():
+    made = config_help.json_schema()
+    committed = json.loads((ROOT / "experiments/config.schema.json").read_text(encoding="utf-8"))
+    assert committed == made, "python -m recjax.schema > experiments/config.schema.json"
+    jsonschema.Draft202012Validator.check_schema(made)
+    return made
+
+
+def is_accepted(values, schema) -> bool:
+    return jsonschema.Draft202012Validator(schema).is_valid(values)
+
+
+def test_every_experiment_names_the_schema_and_validates(schema, tmp_path):
+    for path in CONFIGS:
+        modeline = path.read_text(encoding="utf-8").partition("\n")[0]
+        name = modeline.removeprefix("# yaml-language-server: $schema=")
+        assert (path.parent / name).resolve() == ROOT / "experiments/config.schema.json", path
+        assert is_accepted(read_yaml_file(path), schema), path
+    assert is_accepted({"output": "x", "task": "reasoning_gym:count_bits"}, schema)
+    (tmp_path / "config.yaml").write_text(to_yaml(load("optimizer.clip_norm=.inf")), encoding="utf-8")
+    assert is_accepted(stored_values(tmp_path / "config.yaml"), schema)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "task: gsm8k",
+        "task: {file: {train: rows.jsonl}, mixture: null}",
+        "task: letter_counting",
+        "rollout: {engine: 'http://127.0.0.1:8080'}",
+        "rollout: {engine: {url: 'http://127.0.0.1:8080', concurrency: 4}}",
+        "rollout: {engine: 8080}",
+        "rollout: {stop: ['#'], record_routing: no, top_p: 0.9}",
+        "rollout: {top_p: 0.0}",
+        "rollout: {record_routing: never}",
+        "algorithm: {weight: 'tests.algorithms.mine:bounded', clip: dual, mask: {name: high_entropy, share: 0.1}}",
+        "algorithm: {preset: cispo, weight: {cap: 3}, reference_kl: {coefficient: 0.1, estimator: k1}}",
+        "algorithm: {preset: grop}",
+        "algorithm: {weight: truncate}",
+        "algorithm: {reference_kl: {coeficient: 0.1}}",
+        "algorithm: grpo",
+        "model: quickstart",
+        "optimizer: {schedule: cosine, learning_rate: 1e-3, clip_norm: .inf}",
+        "optimizer: {schedule: {name: cosine_decay_schedule, alpha: 0.1}}",
+        "optimizer: {schedule: quadratic}",
+        "optimizer: {learning_rate: '00.5', warmup_steps: 1_000}",
+        "optimizer: {warmup_steps: 1.5}",
+        "training: {steps: 0x10}",
+        "training: {steps: 010, micro_batch_prompts: null}",
+        "training: {micro_batch_prompts: 0}",
+        "training: {step: 10}",
+        "evaluation: {initial_kl: On}",
+        "evaluation: null",
+        "experience: null",
+        "model: {path: x, lora: {targets: [q_proj, value]}}",
+        "model: {path: x, lora: {targets: [sideways]}}",
+        "mesh: {data: -1, tensor: 2}",
+        "seed: one",
+    ],
+)
+def test_the_schema_takes_what_a_block_takes(text, schema):
+    """Whether blocks fit together is for `load_config` alone."""
+    values = {"output": "x", "model": {"path": "x"}, **read_yaml(text)}
+    errors = []
+    try:
+        Config.model_validate(values)
+    except pydantic.ValidationError as error:
+        errors = error.errors()
+    takes = not any(each["loc"] or each["ctx"]["error"].where.startswith("algorithm.") for each in errors)
+    assert is_accepted(values, schema) == takes
+
+
+def test_the_schema_has_meanings_and_choices(schema):
+    meanings = {key.name: key.meaning for _, _, keys in config_help.sections() for key in keys}
+    meanings |= {name: meaning for name, meaning, _ in config_help.sections()}
+    for name, field in KEYS.items():
+        *around, last = name.split(".")
+        block = schema
+        for part in around:
+            places = [block["properties"][part], *block["properties"][part].get("anyOf", [])]
+            (reference,) = [place["$ref"] for place in places if "$ref" in place]
+            block = schema["$defs"][reference.removeprefix("#/$defs/")]
+        found = block["properties"][last]
+        assert found["description"] == meanings.get(name, found["description"]) and found["description"], name
+        for choice in choices_of(field.annotation):
+            assert f'"{choice}"' in json.dumps(found), name
 
 
 LARGE = [ROOT / "experiments" / f"{name}.yaml" for name in ("claims/grid", "claims/map")]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from recjax.config import Config, LateConfig, ReplayConfig, TaskConfig
 from recjax.experience.group import Grade, Turn, is_whole
 from recjax.experience.queue import (
-    ONCE,
     Arrival,
     Queue,
     Settings,
@@ -34,9 +33,8 @@ from tests.experience.groups import grades, ids, make_group, next_round, same_gr
 
 def settings_with(shortest=0, longest=0, deadline=None, offset=0, oldest_first=False):
     """Settings without replay."""
-    return Settings(
-        offset, 1, LateConfig(shortest=shortest, longest=longest, deadline=deadline), False, oldest_first, ONCE
-    )
+    late = LateConfig(shortest=shortest, longest=longest, deadline=deadline)
+    return Settings(offset=offset, late=late, oldest_first=oldest_first)
 
 
 def plain_and_back(queue):
@@ -47,7 +45,7 @@ def plain_and_back(queue):
 
 def a_round(queue, step, how):
     """The queue after the rewards that are due in this round."""
-    return deliver(wait_for_grades(queue)[0], step, how)
+    return deliver(queue, step, how)
 
 
 SIZES = st.lists(st.lists(st.integers(1, 3), max_size=2), min_size=1, max_size=8)

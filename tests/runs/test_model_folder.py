@@ -216,6 +216,7 @@ COMMANDS = {
     "objectives": "",
     "plot": "{run} --output {output}",
     "samples": "{run} --output {output}/samples.html",
+    "schema": "",
     "serve": "--run {run} --host 192.0.2.1",  # no address of this machine, so the server ends when it starts to listen
     "sweep": "{output}/sweep.yaml --workers 1",
     "train": "--config {folder}/tiny.yaml output={output}/run training.steps=1",
