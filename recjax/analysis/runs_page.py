@@ -31,7 +31,7 @@ MOST_LINES = 14  # more lines in one panel cannot be told apart
 _LONGEST_LABEL = 70
 
 
-class Line(NamedTuple):
+class CurveLine(NamedTuple):
     """Runs with equal settings apart from the seed: a line of the curves, and a side of the verdicts."""
 
     label: str
@@ -97,7 +97,7 @@ def held_out_text(run: Overview) -> str:
     return NONE
 
 
-def lines_of(runs: Sequence[Overview], folder: Path) -> list[Line]:
+def lines_of(runs: Sequence[Overview], folder: Path) -> list[CurveLine]:
     """Groups runs whose settings are equal apart from the seed and settings that change no result.
 
     The label of a line has the settings that differ, with the last parts of their names where these are unique.
@@ -123,11 +123,11 @@ def lines_of(runs: Sequence[Overview], folder: Path) -> list[Line]:
         if label in labels:
             label = f"{label} ({len(lines) + 1})"
         labels.add(label)
-        lines.append(Line(label, members))
+        lines.append(CurveLine(label, members))
     return lines
 
 
-def _curves(lines: Sequence[Line], folder: Path) -> Figure | None:
+def _curves(lines: Sequence[CurveLine], folder: Path) -> Figure | None:
     """The curves of all lines; None if no run has metrics yet."""
     sources = []
     for line in lines:
@@ -145,7 +145,7 @@ def _curves(lines: Sequence[Line], folder: Path) -> Figure | None:
     return draw_curves(table.assign(panel=""), "line", "panel", metrics, band=band)
 
 
-def _figure_note(lines: Sequence[Line]) -> str:
+def _figure_note(lines: Sequence[CurveLine]) -> str:
     """How to read the curves."""
     note = ""
     if any(len(line.runs) > 1 for line in lines):
@@ -158,7 +158,7 @@ def _figure_note(lines: Sequence[Line]) -> str:
     return note.strip()
 
 
-def verdicts(lines: Sequence[Line]) -> list[str]:
+def verdicts(lines: Sequence[CurveLine]) -> list[str]:
     """Sentences that compare each line with the first one, as `recjax.compare` does; empty for a single line."""
     sentences = []
     p_values = {}
@@ -186,5 +186,5 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
     return sentences
 
 
-def _folders(line: Line) -> list[Path]:
+def _folders(line: CurveLine) -> list[Path]:
     return [run.folder for run in line.runs]

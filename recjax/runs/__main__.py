@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
+from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 
 from recjax.analysis.runs_page import held_out_text, runs_page, steps_text
@@ -63,7 +65,7 @@ def printed_table(runs: Sequence[Overview], folder: Path) -> Table:
         if len(settings) > MOST_SETTINGS:
             settings[MOST_SETTINGS - 1 :] = [f"and {len(settings) - MOST_SETTINGS + 1} more"]
         cells = [
-            "\n".join([name_below(run, folder), *(f"  {setting}" for setting in settings)]),
+            Group(name_below(run, folder), *(Padding(setting, (0, 0, 0, 2)) for setting in settings)),
             steps_text(run),
             number_text(run.last("reward")),
             held_out_text(run),

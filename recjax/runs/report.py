@@ -164,22 +164,22 @@ def _shown(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]
     verdict = {True: "right", False: "wrong"}.get(row.get("accurate"), "")
     facts = [f"reward {number_text(row.get('reward'))}"]
     if row.get("answer"):
-        facts.append(f"answer {cut(row['answer'], 80)}")
+        facts.append(f"answer {shortened_text(row['answer'], 80)}")
     if row.get("truncated"):
         facts.append("truncated")
     earlier_text = None
     if before is not None:
-        earlier_text = cut(before.get("completion", ""))
+        earlier_text = shortened_text(before.get("completion", ""))
     return {
-        "question": cut(row.get("question", row.get("prompt", ""))),
-        "text": cut(row.get("completion", row.get("text", ""))),
+        "question": shortened_text(row.get("question", row.get("prompt", ""))),
+        "text": shortened_text(row.get("completion", row.get("text", ""))),
         "before": earlier_text,
         "verdict": verdict,
         "facts": " · ".join(facts),
     }
 
 
-def cut(text: Any, longest: int = LONGEST) -> str:
+def shortened_text(text: Any, longest: int = LONGEST) -> str:
     """The text, or its beginning and the number of other characters."""
     text = str(text)
     if len(text) <= longest:
