@@ -15,7 +15,7 @@ from recjax.config import MAY_CHANGE
 from recjax.errors import UserError
 from recjax.plots.curves import draw_curves
 from recjax.plots.page import inlined, page, png
-from recjax.runs.overview import NONE, Overview
+from recjax.runs.overview import NONE, Overview, count_words
 from recjax.runs.report import number_text, report_values
 from recjax.runtime.console import progress_bar
 
@@ -56,7 +56,7 @@ def runs_page(folder: Path, runs: Sequence[Overview], problems: Sequence[str]) -
     return page(
         "runs.html",
         name=folder.resolve().name,
-        about=f"{len(runs)} runs: {', '.join(counts)}",
+        about=f"{count_words(runs)}: {', '.join(counts)}",
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         problems=problems,
         rows=[_row(run, folder, keys) for run in runs],
@@ -138,8 +138,8 @@ def _curves(lines: Sequence[CurveLine], folder: Path) -> Figure | None:
         return None
     table = metrics_of(sources)
     metrics = [name for name in CURVES if name in table and table[name].notna().any()]
-    if "evaluation/accuracy" in metrics and table["evaluation/accuracy"].equals(table.get("evaluation/reward")):
-        metrics.remove("evaluation/reward")
+    if "evaluation/reward" in metrics and table["evaluation/reward"].equals(table["evaluation/accuracy"]):
+        metrics.remove("evaluation/reward")  # the reward is the accuracy
     if not metrics:
         return None
     return draw_curves(table.assign(panel=""), "line", "panel", metrics, band=band)

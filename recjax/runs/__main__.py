@@ -22,7 +22,7 @@ from rich.table import Table
 from recjax.analysis.runs_page import held_out_text, runs_page, steps_text
 from recjax.analysis.runs_table import differing_settings, name_below, read_runs_below, settings_in_words
 from recjax.errors import UserError
-from recjax.runs.overview import NONE, Overview
+from recjax.runs.overview import NONE, Overview, count_words
 from recjax.runs.report import number_text
 from recjax.runtime.console import command, plain_console, start
 from recjax.runtime.files import write_whole
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
 def printed_table(runs: Sequence[Overview], folder: Path) -> Table:
     """The table for the terminal; the initial policies have a column if they differ."""
     keys = differing_settings(runs)
-    title = f"{len(runs)} runs in {folder}"
+    title = f"{count_words(runs)} in {folder}"
     bases = [(run.base or NONE)[:8] for run in runs]
     if len(set(bases)) == 1:
         title += f", initial policy {bases[0]}"

@@ -1,6 +1,7 @@
 """What a run folder records, in a few values, for tables and reports of runs."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,12 +81,20 @@ class Overview(NamedTuple):
         text = NONE
         if name in self.settings:
             text = setting_value_text(self.settings[name])
-        return ", ".join([*self.earlier.get(name, ()), f"then {text}" if name in self.earlier else text])
+        if name not in self.earlier:
+            return text
+        earlier = ", ".join(self.earlier[name])
+        return f"{earlier}, then {text}"
 
 
 def _whole_number(value: Any) -> int | None:
     """The value, or None if it is no whole number, as in a file that was changed by hand."""
     return value if isinstance(value, int) else None
+
+
+def count_words(runs: Sequence[Overview]) -> str:
+    """The number of runs, with the noun."""
+    return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
 
 
 def read_overview(folder: Path) -> Overview:

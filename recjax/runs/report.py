@@ -44,6 +44,8 @@ def write_report(run: Path, figures: Sequence[bytes], ending: str | None = None)
         UserError: config.yaml or metrics.jsonl is damaged, or the page cannot be written.
     """
     overview = read_overview(run)
+    if ending:
+        overview = overview._replace(is_running=False)
     output = run / NAME
     values = report_values(overview)
     if ending:
@@ -127,11 +129,11 @@ def page_completions(run: Path, count: int = COMPLETIONS) -> tuple[str, list[dic
     latest: list[dict[str, Any]] = []
     for name in ("before", "latest", "after"):
         rows = _first_rows(run / "samples" / f"{name}.jsonl", count)
-        if rows and (not latest or rows[0].get("step", 0) >= latest[0].get("step", 0)):
+        if rows and (not latest or _step(rows) >= _step(latest)):
             latest = rows
     before = {row.get("prompt"): row for row in _first_rows(run / "samples" / "before.jsonl", count)}
     if latest:
-        step = latest[0].get("step", 0)
+        step = _step(latest)
         shown = [_shown(row, before.get(row.get("prompt")) if step else None) for row in latest]
         return f"held-out problems after step {step}", shown
     for path in sorted(samples_folder(run).glob("*.jsonl"), reverse=True):
@@ -139,6 +141,12 @@ def page_completions(run: Path, count: int = COMPLETIONS) -> tuple[str, list[dic
         if rows:
             return f"the training batch of step {rows[0].get('step')}", [_shown(row, None) for row in rows]
     return "", []
+
+
+def _step(rows: Sequence[dict[str, Any]]) -> int:
+    """The optimizer step after which completions were sampled; 0 if they have none, as of older versions."""
+    step = rows[0].get("step")
+    return step if isinstance(step, int) else 0
 
 
 def _first_rows(path: Path, count: int) -> list[dict[str, Any]]:
@@ -161,7 +169,9 @@ def _shown(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]
     Args:
         before: the completion of the same problem before training.
     """
-    verdict = {True: "right", False: "wrong"}.get(row.get("accurate"), "")
+    verdict = ""
+    if row.get("accurate") is not None:
+        verdict = "right" if row["accurate"] else "wrong"
     facts = [f"reward {number_text(row.get('reward'))}"]
     if row.get("answer"):
         facts.append(f"answer {shortened_text(row['answer'], 80)}")
@@ -192,9 +202,10 @@ def left_out(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     counts: Counter[str] = Counter()
     kept = []
     for row in rows:
-        if "kept_fraction" in row:
-            kept.append(row["kept_fraction"])
-        for name, value in row.items():
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        if "kept_fraction" in numbers:
+            kept.append(numbers["kept_fraction"])
+        for name, value in numbers.items():
             for family, words in _LEFT_OUT_SO_FAR.items():
                 if name.startswith(family):
                     label = _reason(words, name.removeprefix(family))

@@ -14,7 +14,7 @@ from tests.runs.test_report import check_page, hostile_run
 RATE = "optimizer.learning_rate"
 
 
-def test_a_row_has_what_differs_and_how_far_a_run_came(tmp_path):
+def test_a_row_has_settings_that_differ_and_state(tmp_path):
     change = {"after_step": 2, "settings": f"{RATE}: 0.002 there, 0.01 now"}
     for name, seed in (("sweep/seed 10", 1), ("sweep/seed 9", 2)):
         record_run(tmp_path / name, seed=seed)

@@ -399,7 +399,8 @@ def test_the_run_folder_holds_what_the_readme_says(tiny):
         assert len(samples) == 10 and samples[0].keys() == columns
     assert (output / "figures" / "training.png").read_bytes().startswith(b"\x89PNG")
     report = (output / "report.html").read_text()
-    assert "finished" in report and report.count('src="data:image/png;base64,') == 1 and report.count("<article") == 10
+    assert "finished" in report and "training.steps=14" in report, "the command that continues it"
+    assert report.count('src="data:image/png;base64,') == 1 and report.count("<article") == 10
     (events,) = (output / "tensorboard").glob("events*")
     assert all(tag in events.read_bytes() for tag in (b"config/text_summary", b"samples/text_summary"))
     assert list((output / "checkpoints").iterdir())
