@@ -2,7 +2,7 @@
 
 import pytest
 
-from recjax import runs_table
+from recjax import open_run, runs_table
 from recjax.analysis.compare import compare_runs
 from recjax.analysis.runs_page import lines_of, runs_page, verdicts
 from recjax.analysis.runs_table import differing_settings, read_runs_below
@@ -27,6 +27,7 @@ def test_a_row_has_settings_that_differ_and_state(tmp_path):
     assert [*table["steps"]] == [3, 4, 4] and table["hours"].tolist() == pytest.approx([0.03, 2.0, 2.0])
     assert table["reward"].tolist() == [0.3, 0.4, 0.4] and set(table["base"]) == {"0123456789abcdef"}
     assert [*runs_table(tmp_path / "deep" / "er" / "run").index] == ["run"]
+    assert "3 of 8" in open_run(tmp_path / "deep" / "er" / "run").report().read_text()
 
 
 def test_a_run_is_running_while_a_process_holds_it(tmp_path):
