@@ -28,6 +28,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 if TYPE_CHECKING:  # editors and type checkers do not call `__getattr__`
     from recjax.analysis.compare import Comparison, compare_runs
+    from recjax.analysis.runs_table import runs_table
     from recjax.api import Result, open_run, plan_run, run, run_sweep
     from recjax.config import Config, load_config
 
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _PUBLIC = {"Config": "config", "load_config": "config"}
 _PUBLIC |= dict.fromkeys(("Result", "open_run", "plan_run", "run", "run_sweep"), "api")
 _PUBLIC |= dict.fromkeys(("Comparison", "compare_runs"), "analysis.compare")
+_PUBLIC["runs_table"] = "analysis.runs_table"
 __all__ = [
     "Comparison",
     "Config",
@@ -46,6 +48,7 @@ __all__ = [
     "plan_run",
     "run",
     "run_sweep",
+    "runs_table",
 ]
 
 

@@ -21,6 +21,7 @@ COMMANDS = (
     "compare",
     "plot",
     "samples",
+    "runs",
     "sweep",
     "objectives",
     "schema",
@@ -65,10 +66,17 @@ def overview() -> str:
 
 def first_line(name: str) -> str:
     """The first line of a command's docstring, without an import of the command."""
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-    docstring = ast.get_docstring(ast.parse(source))
-    assert docstring, f"{name}.py has no docstring"
+    docstring = ast.get_docstring(ast.parse(command_file(name).read_text(encoding="utf-8")))
+    assert docstring, f"{name} has no docstring"
     return docstring.partition("\n")[0]
+
+
+def command_file(name: str) -> Path:
+    """The file of a command: a module, or `__main__` of a room."""
+    file = Path(__file__).with_name(f"{name}.py")
+    if file.is_file():
+        return file
+    return Path(__file__).parent / name / "__main__.py"
 
 
 if __name__ == "__main__":

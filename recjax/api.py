@@ -55,6 +55,7 @@ from recjax.models.placement import row_shards
 from recjax.models.sampling import Sampling
 from recjax.planning.dry_run import DryRun, planned_run, warn_of_memory
 from recjax.plots.curves import draw_curves
+from recjax.plots.page import png
 from recjax.plots.training import training_figure
 from recjax.rewards.custom import needs_answers, with_columns
 from recjax.rewards.reward import named_weights, passed_name
@@ -64,6 +65,7 @@ from recjax.runs.checkpoint import steps_of
 from recjax.runs.export import export_checkpoint
 from recjax.runs.folder import is_finished
 from recjax.runs.policies import open_policy
+from recjax.runs.report import write_report
 from recjax.runs.sampled_rows import sampled_rows
 from recjax.runs.start import train
 from recjax.runs.stopping import STOPPED
@@ -389,6 +391,16 @@ class Result:
         rows = read_metrics(self.folder / "metrics.jsonl")
         title = f"{self.config.algorithm.preset}: {self.folder.name}"
         return training_figure(rows, title, warning_steps(rows))
+
+    def report(self) -> Path:
+        """Writes report.html about the run so far, one page to send to others, and returns its path.
+
+        A run writes it at its end, also if it is stopped.
+
+        Raises:
+            UserError: config.yaml or metrics.jsonl is damaged, or the page cannot be written.
+        """
+        return write_report(self.folder, [png(self.plot())])
 
     @functools.cached_property
     def policy(self) -> "TrainedPolicy":

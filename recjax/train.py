@@ -105,9 +105,13 @@ def show_result(result: "Result") -> None:
             cells.append(Text(line))
         table.add_row(*cells)
     console.print(table)
+    files = f"figure: {output / 'figures' / 'training.png'}"
+    report = output / "report.html"
+    if report.is_file():
+        files += f"; report: {report}"
     console.print(
         f"{summary['wall_seconds']:.0f} s, {_shown(summary['tokens_per_second'], 0)} completion tokens/s,"
-        f" peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB; figure: {output / 'figures' / 'training.png'}",
+        f" peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB; {files}",
         highlight=False,
         soft_wrap=True,
     )

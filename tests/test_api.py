@@ -40,7 +40,7 @@ from recjax.tasks.problems import Problem
 from recjax.training import loop
 from tests.rewards.test_grading import CONFIG, submitted
 from tests.training.counting import CountingLearner, Interrupted, killed, prepared_batch, sampled_by
-from tests.training.tiny_run import TINY, one_device, without_times
+from tests.training.tiny_run import TINY, one_device, without_figures, without_times
 
 ROOT = Path(__file__).parents[1]
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "kind": "sum"} for a in range(1, 10) for b in range(1, 10)]
@@ -73,7 +73,7 @@ def counted(tmp_path, monkeypatch):
         seams = {"learner": learner or CountingLearner(), "sources": sampled_by(prepared_batch)}
         monkeypatch.setattr(api, "warn_of_memory", check)  # it traces a decoder, which takes most of such a run
         monkeypatch.setattr(api, "train", functools.partial(start.train, **seams))
-        with one_device():
+        with one_device(), without_figures():
             values = values if isinstance(values, Config | Path) else {**values, "output": str(tmp_path / name)}
             return run(values, problems=problems, **arguments)
 

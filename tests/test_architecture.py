@@ -80,10 +80,12 @@ def test_the_page_follows_a_logprob():
 
 def test_every_command_starts_in_the_same_way():
     starts = '\nif __name__ == "__main__":\n'
-    files = (ROOT / "recjax").glob("*.py")
-    texts = {path.name: path.read_text(encoding="utf-8") for path in files if path.name != "__main__.py"}
+    package = ROOT / "recjax"
+    files = [path for path in package.glob("*.py") if path.name != "__main__.py"]
+    files += package.glob("*/__main__.py")
+    texts = {path.relative_to(package).as_posix(): path.read_text(encoding="utf-8") for path in files}
     commands = {name: text for name, text in texts.items() if starts in text}
-    assert {"train.py", "sweep.py", "plot.py"} <= commands.keys()
+    assert {"train.py", "sweep.py", "runs/__main__.py"} <= commands.keys()
     assert [name for name, text in commands.items() if not text.endswith("    start(main)\n")] == []
 
 

@@ -88,9 +88,9 @@ def test_run_takes_an_example(elsewhere):
 
 
 def test_help_lists_every_command_with_a_line():
-    programs = {
-        path.stem for path in (ROOT / "recjax").glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()
-    }
+    package = ROOT / "recjax"
+    programs = {path.stem for path in package.glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()}
+    programs |= {path.parent.name for path in package.glob("*/__main__.py")}
     assert len(set(entry.COMMANDS)) == len(entry.COMMANDS)
     assert programs - {"__main__"} == set(entry.COMMANDS)
     lines = entry.overview().splitlines()

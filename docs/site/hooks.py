@@ -64,7 +64,12 @@ def on_files(files, config):
 def commands_page() -> str:
     """Every command with its usage and its flags, from the source of `python -m recjax.NAME --help`."""
     parts = ["# Command line\n\nEvery command prints this text with `--help`."]
-    for path in sorted((ROOT / "recjax").glob("*.py")):
+    folder = ROOT / "recjax"
+    # A command is a module, or __main__ of a room, which has the command's name.
+    files = {path.stem: path for path in folder.glob("*.py")} | {
+        path.parent.name: path for path in folder.glob("*/__main__.py")
+    }
+    for name, path in sorted(files.items()):
         if "\n    start(main)\n" not in (source := path.read_text(encoding="utf-8")):
             continue
         tree = ast.parse(source)
@@ -76,9 +81,9 @@ def commands_page() -> str:
         ]
         # Four blanks begin a block of code in a docstring, as in Markdown; brackets in other lines are no links.
         usage = re.sub(r"^(?! {4}).*", lambda line: line[0].replace("[", r"\["), ast.get_docstring(tree), flags=re.M)
-        parts.append(f"## recjax.{path.stem}\n\n{usage}")
+        parts.append(f"## recjax.{name}\n\n{usage}")
         if rows:
-            lines = [f"| `--{name}` | {text} |" for name, text in rows]
+            lines = [f"| `--{flag}` | {text} |" for flag, text in rows]
             parts.append("\n".join(["| flag | meaning |", "|---|---|", *lines]))
     return "\n\n".join(parts) + "\n"
 

@@ -1,7 +1,6 @@
 """Summaries of runs in one number, differences between paired runs, and what they say in words and a figure."""
 
 import glob
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from recjax.errors import UserError
 from recjax.logs.metrics import read_metrics
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import COLORS, GREY, LABELS
-from recjax.runs.stored_runs import base_policy, starts
+from recjax.runs.stored_runs import base_policy, earlier_values
 
 ACCURACY = "evaluation/accuracy"
 REWARD = "evaluation/reward"  # Runs are compared by reward if no part of it is a verdict.
@@ -240,8 +239,8 @@ def resumed_changes(pairs: Iterable[tuple[Path, Path]]) -> list[str]:
     """Settings that the runs of a pair did not change alike when they resumed, with all their values, in words."""
     words = []
     for first_folder, second_folder in pairs:
-        first_earlier = _earlier_values(first_folder)
-        second_earlier = _earlier_values(second_folder)
+        first_earlier = earlier_values(first_folder)
+        second_earlier = earlier_values(second_folder)
         first_latest = _read_settings(first_folder)
         second_latest = _read_settings(second_folder)
         for key in sorted({*first_earlier, *second_earlier}):
@@ -250,18 +249,6 @@ def resumed_changes(pairs: Iterable[tuple[Path, Path]]) -> list[str]:
                 second_values = [*second_earlier.get(key, ()), str(second_latest.get(key))]
                 words.append(f"{key} = {', '.join(first_values)} and {', '.join(second_values)}")
     return list(dict.fromkeys(words))
-
-
-def _earlier_values(folder: Path) -> dict[str, list[str]]:
-    """The values that a run's settings had before it resumed with new ones, each with its last step, in words."""
-    values: dict[str, list[str]] = {}
-    for entry in starts(folder):
-        changed = entry.get("changed")
-        if changed:
-            # The record's text is "KEY: BEFORE there, AFTER now; KEY: …".
-            for key, before in re.findall(r"(\S+): (.+?) there, .+? now(?:; |$)", changed["settings"]):
-                values.setdefault(key, []).append(f"{before} until step {changed['after_step']}")
-    return values
 
 
 def differing_bases(pairs: Mapping[str, tuple[Path, Path]]) -> list[str]:
@@ -476,7 +463,18 @@ def compare_runs(first: str | Path, second: str | Path, metric: str | None = Non
     names = (str(first), str(second))
     if names[0] == names[1]:
         raise UserError(names[0], "is given twice", "name two runs, or two sets of runs")
-    pairs, changed = pair_runs(run_folders(names[0]), run_folders(names[1]))
+    return compare_folders(names, run_folders(names[0]), run_folders(names[1]), metric)
+
+
+def compare_folders(
+    names: tuple[str, str], first: Sequence[Path], second: Sequence[Path], metric: str | None = None
+) -> Comparison:
+    """Compares two sets of run or evaluation folders under two names; see `compare_runs`.
+
+    Raises:
+        UserError: no runs pair, or none of them has values of the metric.
+    """
+    pairs, changed = pair_runs(first, second)
     sides = []
     for label, pair in pairs.items():
         seed = label.partition(", ")[0]  # a label starts with the seed, unless the only pair has different seeds

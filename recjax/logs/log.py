@@ -105,8 +105,8 @@ class RunLog:
         """Writes the row of the latest step, if it is not written yet."""
         self._metrics.settle()
 
-    def finish(self) -> None:
-        """Draws the figures, writes summary.json, and gives trackers the figures."""
+    def draw(self) -> list[dict[str, Any]]:
+        """Draws the figures of the steps so far; returns the rows of metrics.jsonl."""
         config = self._setup.config
         rows = read_metrics(self._output / "metrics.jsonl")
         title = f"{config.algorithm.preset}: {self._output.name}"
@@ -115,6 +115,12 @@ class RunLog:
             draw_training(rows, title, figures / "training.png", warning_steps(rows))
             if config.experience or config.regime.mode == "async":
                 draw_experience(rows, title, figures / "experience.png")
+        return rows
+
+    def finish(self) -> None:
+        """Draws the figures, writes summary.json, and gives trackers the figures."""
+        config = self._setup.config
+        rows = self.draw()
         # A row is missing if metrics.jsonl was damaged before the run resumed.
         by_step = {row["step"]: row for row in rows}
         before = by_step.get(0, {})
@@ -131,7 +137,7 @@ class RunLog:
             "seconds": dict(self._setup.phases.totals),
         }
         write_whole(self._output / "summary.json", json_text(summary, indent=2) + "\n")
-        drawn = {f"figures/{path.stem}": path for path in sorted(figures.glob("*.png"))}
+        drawn = {f"figures/{path.stem}": path for path in sorted((self._output / "figures").glob("*.png"))}
         self._trackers.log_figures(drawn, config.training.steps)
 
 

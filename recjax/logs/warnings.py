@@ -53,6 +53,16 @@ def warning_steps(rows: Sequence[Row]) -> dict[str, int]:
     return steps
 
 
+def given_warnings(rows: Sequence[Row]) -> list[str]:
+    """The texts of all warnings that a run gives, each once, in the order of its steps."""
+    state = WarningState()
+    texts = []
+    for row in rows:
+        state, warnings = new_warnings(state, row)
+        texts += warnings
+    return texts
+
+
 def all_masked(rows: Sequence[Row]) -> str | None:
     """A warning if the latest step trains on no completion."""
     row = rows[-1]

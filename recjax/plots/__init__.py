@@ -1,1 +1,1 @@
-"""All figures."""
+"""All figures and pages."""

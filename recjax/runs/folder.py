@@ -51,6 +51,7 @@ _WRITTEN = (
     _PASSED_FILE.format("*"),
     partial_of("*", "*"),
     "samples.html",
+    "report.html",
 )
 # A process that was killed before it wrote the config leaves these files.
 _LEFTOVERS = (run_lock.NAME, ENVIRONMENT, _PASSED_FILE.format("*"), partial_of("*", "*"))
@@ -196,6 +197,11 @@ def _make_folder(output: Path, overwrite: bool) -> None:
     for name in _FILES:
         for leftover in output.glob(partial_of(name, "*")):  # its process is dead, since this process has the lock
             leftover.unlink()
+
+
+def written_by_recjax(name: str) -> bool:
+    """True if recjax gives this name to files or folders in a run folder."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _WRITTEN)
 
 
 def _other_names(output: Path, patterns: Sequence[str]) -> list[str]:

@@ -156,6 +156,22 @@ def _held_by_first(output: Path) -> Iterator[RunLock]:
                     output.rmdir()  # fails if the folder has a run
 
 
+def is_alive(output: Path) -> bool:
+    """True if a process is writing a run in the folder, by the file that names it; takes no lock.
+
+    A holder that was killed on another host counts as alive until STALE_SECONDS after its last sign of life.
+    """
+    path = output / NAME
+    try:
+        holder = _holder_at(path)
+        quiet_seconds = time.time() - path.stat().st_mtime
+    except OSError:
+        return False
+    if holder is None or quiet_seconds > STALE_SECONDS:
+        return False
+    return holder.host != socket.gethostname() or Path(f"/proc/{holder.pid}").exists()
+
+
 def _locked(path: Path, stack: contextlib.ExitStack) -> bool | None:
     """Locks a file until the stack closes; False if another process has the lock, None if there are no locks there."""
     # A lock file without `flock` would stay after a kill on another host, so filelock may not use it instead.

@@ -18,7 +18,7 @@ from recjax.config import Config, to_yaml
 from recjax.experience.queue import Queue
 from recjax.hub.policy import Policy
 from recjax.logs.log import RunLog
-from recjax.logs.metrics import MetricsWriter, step_bar
+from recjax.logs.metrics import BadStep, MetricsWriter, step_bar
 from recjax.logs.tracking import Trackers
 from recjax.logs.warnings import WarningState, new_warnings
 from recjax.models.trainable import fingerprint, flatten, is_adapter
@@ -33,6 +33,7 @@ from recjax.runs.other_models import load_teacher, reference_params
 from recjax.runs.policies import initial_policy, older_params
 from recjax.runs.prepare import data_digests, prepare
 from recjax.runs.regrading import known_problems, regraded
+from recjax.runs.report import try_report
 from recjax.runs.resolve import resolve_config
 from recjax.runs.sources import check_source, source_of
 from recjax.runs.spec import RunSpec, check_data, check_weights, spec_of, split_step
@@ -99,9 +100,16 @@ def train(
         # The loop gets the only reference to the state: a second one would keep its weights in memory.
         only_reference = [state]
         del state
-        loop.train_steps(run, only_reference.pop())
+        log = cast(RunLog, run.log)
+        try:
+            loop.train_steps(run, only_reference.pop())
+        except (loop.Preempted, BadStep) as stopped:
+            if hosts.is_first():
+                try_report(output, str(stopped), log.draw)
+            raise
         if hosts.is_first():
-            cast(RunLog, run.log).finish()
+            log.finish()
+            try_report(output, "finished")
         hosts.wait_for_all("the summary")
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 

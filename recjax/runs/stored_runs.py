@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def base_policy(output: Path) -> str | None:
         if BASE in entry["weights"]:  # a start that was killed early has none
             return entry["weights"][BASE]
     return None
+
+
+def earlier_values(output: Path) -> dict[str, list[str]]:
+    """The values that a run's settings had before it resumed with new ones, each with its last step, in words."""
+    values: dict[str, list[str]] = {}
+    for entry in starts(output):
+        changed = entry.get("changed")
+        if isinstance(changed, dict) and changed.keys() >= {"settings", "after_step"}:
+            # The record's text is "KEY: BEFORE there, AFTER now; KEY: …".
+            for key, before in re.findall(r"(\S+): (.+?) there, .+? now(?:; |$)", str(changed["settings"])):
+                values.setdefault(key, []).append(f"{before} until step {changed['after_step']}")
+    return values
 
 
 def stored_config(output: Path) -> dict[str, Any]:

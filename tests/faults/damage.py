@@ -118,7 +118,7 @@ def _summary(made: Subject) -> Any:
 
 
 def _derived(made: Subject) -> Any:
-    """Samples, figures and TensorBoard's files are for people: nothing reads them back to go on with."""
+    """Samples, figures, the report and TensorBoard's files are for people: nothing reads them back to go on with."""
     return "for people"
 
 
@@ -148,7 +148,7 @@ KINDS = {
     "config.yaml": Kind(_under("config.yaml"), _config),
     "metrics.jsonl": Kind(_under("metrics.jsonl"), _metrics),
     "summary.json": Kind(_under("summary.json"), _summary),
-    "samples, figures, TensorBoard": Kind(_under("samples", "figures", "tensorboard"), _derived),
+    "samples, figures, report, TensorBoard": Kind(_under("samples", "figures", "report.html", "tensorboard"), _derived),
 }
 
 

@@ -215,6 +215,7 @@ COMMANDS = {
     "inspect_experience": "{run}/experience.db --figure {output}/store.png",
     "objectives": "",
     "plot": "{run} --output {output}",
+    "runs": "{run} --html {output}/runs.html",
     "samples": "{run} --output {output}/samples.html",
     "schema": "",
     "serve": "--run {run} --host 192.0.2.1",  # no address of this machine, so the server ends when it starts to listen
@@ -258,4 +259,5 @@ def test_no_command_imports_torch(folder, finished, tmp_path, name):
 def test_the_commands_that_start_without_torch_are_all_commands():
     package = Path(recjax.__file__).parent
     commands = {file.stem for file in package.glob("*.py") if f"python -m recjax.{file.stem}" in file.read_text()}
+    commands |= {file.parent.name for file in package.glob("*/__main__.py")}
     assert commands == COMMANDS.keys()

@@ -203,6 +203,8 @@ def test_stopped_run_finishes_its_step_and_resumes(tiny, number, updates):
         count(tiny("stopped", *options), raises)
     assert stopped.value.signal == number
     assert (Path(tiny("stopped").output) / "checkpoints" / "5").is_dir()
+    report = (Path(tiny("stopped").output) / "report.html").read_text()
+    assert "stopped after step 5; the same command or call resumes" in report and "5 of 7" in report
     assert without_times(count(tiny("stopped", *options))) == without_times(count(tiny("straight", *options)))
 
 
@@ -353,6 +355,7 @@ def test_infinite_loss_stops_before_the_next_checkpoint(tiny, monkeypatch):
     monkeypatch.setattr(learner, "update", poisoned_at_step_five)
     with pytest.raises(FloatingPointError, match=r"step 5: .*gradient_norm = nan.*checkpoint is of step 3"):
         train(config)
+    assert "gradient_norm = nan" in (Path(config.output) / "report.html").read_text()
 
 
 def test_an_update_that_overflows_stops_the_run(tiny):
@@ -395,6 +398,9 @@ def test_the_run_folder_holds_what_the_readme_says(tiny):
         }
         assert len(samples) == 10 and samples[0].keys() == columns
     assert (output / "figures" / "training.png").read_bytes().startswith(b"\x89PNG")
+    report = (output / "report.html").read_text()
+    assert "finished" in report and "training.steps=14" in report, "the command that continues it"
+    assert report.count('src="data:image/png;base64,') == 1 and report.count("<article") == 10
     (events,) = (output / "tensorboard").glob("events*")
     assert all(tag in events.read_bytes() for tag in (b"config/text_summary", b"samples/text_summary"))
     assert list((output / "checkpoints").iterdir())
