@@ -180,6 +180,20 @@ def test_each_older_version_of_frozen_seats_has_a_copy(tiny, no_activations, pla
     assert found["keys and values"] == (1 + copies) * alone["keys and values"]
 
 
+@pytest.mark.parametrize("device", ["host", "h100-80"])
+def test_agents_fill_slots_up_to_their_context(tiny, no_activations, device):
+    no_activations()
+    agent = ["task.agent=x:y", "rollout.max_context_tokens=300", "rollout.prompts_per_step=5", "rollout.group_size=3"]
+    result = dry_run(tiny(*agent), *[named_devices(device)] * (device != "host"))
+    shape = result.model.decoder.config
+    # 15 agents in 16 slots with a prompt each, next to 8 prompts that wait; 512 tokens hold all others of 300.
+    tokens = (16 + 8) * result.prompt_tokens + 16 * 512
+    size = result.model.decoder.dtype.itemsize
+    assert (
+        memory(result)["keys and values"] == 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size * tokens
+    )
+
+
 @pytest.mark.parametrize(("device", "layers", "copies"), [("h100-80", 2, 1), ("h100-80", 33, 0), ("v5e-16", 2, 0)])
 def test_a_gpu_copies_the_few_layers_it_unrolls(tiny, no_activations, device, layers, copies):
     no_activations()
