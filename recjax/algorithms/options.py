@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -159,7 +160,8 @@ def described(error: BaseException, first_line: bool = False) -> str:
         >>> described(ValueError("too long"))
         'ValueError: too long'
     """
-    skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(PACKAGE))
+    folders = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), PACKAGE)
+    skipped = ("<frozen", "<@beartype", *[os.path.join(folder, "") for folder in folders])
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
     places = [f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
     try:
