@@ -58,9 +58,12 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
         layers = [(f"argument {name}", _in_blocks(full_name(name, value), value)) for name, value in overrides.items()]
     else:
         layers = [(f"override {text!r}", _parse_override(text)) for text in overrides]
-    for number, (name, layer) in enumerate([(source, values), *layers]):
-        later = [block for block in SHORT_FORMS if any(_names(block, each) for _, each in layers[number:])]
-        _merge(merged, layer, name, sources, renamed=later)
+    layers.insert(0, (source, values))
+    last = {}  # for each block that a layer gives another name, the number of the last one
+    for number, (_, layer) in enumerate(layers):
+        last |= {block: number for block in SHORT_FORMS if _names(block, layer)}
+    for number, (name, layer) in enumerate(layers):
+        _merge(merged, layer, name, sources, renamed=[block for block in last if last[block] > number])
     try:
         return Config.model_validate(merged)
     except pydantic.ValidationError as error:
