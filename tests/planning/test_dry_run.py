@@ -392,23 +392,21 @@ def test_missing_model_or_data_gives_status_1(
 def test_a_run_that_is_too_large_names_remedies(tiny, tmp_path, monkeypatch, capsys):
     tiny()
     path, last = str(tmp_path / "tiny.yaml"), None
+    more_of_the_gpu = "JAX takes more of a GPU with the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION"
+    less = "needs less memory: model.remat=full: 46.88 GiB, which fits (the backward pass"
+    larger = "the next larger topology is h100-80:2; mesh.fsdp=-1 splits weights and"
     for size, device, status, said in (
-        (2**10, "h100-80", 0, "to run it there: python -m recjax.train"),
-        (
-            65 * 2**30,
-            "h100-80",
-            1,
-            "JAX takes more of a GPU with the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION",
-        ),
-        (75 * 2**30, "h100-80", 1, "needs less memory: model.remat=full: 46.88 GiB, which fits (the backward pass"),
-        (75 * 2**30, "h100-80", 1, "the next larger topology is h100-80:2; mesh.fsdp=-1 splits weights and"),
-        (75 * 2**30, "v5p-95", 0, "it fits one v5p-95"),
+        (2**10, "h100-80", 0, ["to run it there: python -m recjax.train"]),
+        (65 * 2**30, "h100-80", 1, [more_of_the_gpu]),
+        (75 * 2**30, "h100-80", 1, [less, larger]),
+        (75 * 2**30, "v5p-95", 0, ["it fits one v5p-95"]),
     ):
         shares = {"none": size, "attention": size - 1, "dots": size - 2, "full": size // 8}
         monkeypatch.setattr(planning, "_activations", lambda *given, shares=shares: shares[given[3]])
         assert print_dry_run(path, ["model.decoder.num_layers=2"], device) == status
         last = capsys.readouterr().out
-        assert said in last and ("to run it" in last) == (status == 0) and ("needs less" in last) == (status == 1)
+        assert all(text in last for text in said)
+        assert ("to run it" in last) == (status == 0) and ("needs less" in last) == (status == 1)
     assert "MEM_FRACTION" not in last
     monkeypatch.setattr(planning, "_activations", lambda *_: 75 * 2**30)
     overrides = ["task.overlong_tokens=3", "model.lora={rank: 2}", "rollout.max_completion_tokens=4"]
