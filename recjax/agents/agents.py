@@ -129,6 +129,7 @@ class Agents(contextlib.AbstractContextManager):
                 policy.stop_ids,
                 slots=policy.slots,
                 prefix_time=prompts.tokens.shape[1],
+                context=self._config.rollout.max_context_tokens,
                 newer=newer,
                 recording=policy.recording,
             )

@@ -510,7 +510,8 @@ FIELD = {
         {"score_centering": {"coefficient": 1.0}},
         "added to any other preset whose weights and clips read single tokens, with score_centering.coefficient; with"
         " a capped ratio: weight={name: truncated, cap: 2.0}. It reads the sampler's most likely tokens:"
-        " rollout.recorded_top_k=128, as in the paper. The authors' code (MJ10/score-centering,"
+        " rollout.recorded_top_k=128, as in the paper, or the sets that rollout.kept_ids records of a cut distribution,"
+        " which are then exact. The authors' code (MJ10/score-centering,"
         " martin-marek/score-centering) has the same terms: μ f(π/μ) for the recorded tokens, α f(1/α) π for all"
         " others, also at clipped tokens; its best setting for old samples is a capped ratio or a mask. Next to a"
         " one-sided clip it is a composition of this package",

@@ -232,8 +232,8 @@ def row_terms(algorithm: Algorithm, batch: BatchValues) -> RowTerms:
         taught=batch.taught,
         effective_share=rows.effective_share,
         trajectories=batch.trajectories,
-        observation_weights=_observation_weights(algorithm, batch, trained),
     )
+    terms = terms._replace(observation_weights=_observation_weights(algorithm, batch, terms))
     # All these values weigh log π and are data; a gradient through a ratio or score in them would be another loss.
     return jax.lax.stop_gradient(terms)
 
@@ -363,17 +363,23 @@ def _teacher_logprobs(batch: BatchValues) -> Float[Array, "batch time"] | None:
     return jnp.where(batch.taught[:, None], batch.teacher_logprobs, 0.0)
 
 
-def _observation_weights(
-    algorithm: Algorithm, batch: BatchValues, trained: Bool[Array, " batch"]
-) -> Float[Array, "batch time"] | None:
-    """Weights that make the sum over the observed tokens, divided by the loss's count, a mean over these tokens."""
+def _observation_weights(algorithm: Algorithm, batch: BatchValues, rows: RowTerms) -> Float[Array, "batch time"] | None:
+    """Weights that make the sum over the observed tokens, divided by the loss's count, a mean over these tokens.
+
+    The count excludes tokens with probability 0, as the loss does; the policy's are known only with a scoring pass.
+    """
     if algorithm.observations is None or batch.observation_mask is None:
         return None
     assert batch.completion_mask is not None
-    mask = batch.completion_mask & trained[:, None]
+    logprobs = jnp.zeros(batch.completion_mask.shape)
+    behavior_logprobs = None
+    if batch.scored is not None:
+        logprobs = batch.scored.logprobs
+        behavior_logprobs = batch.scored.behavior_logprobs
+    mask = _counted_tokens(algorithm, logprobs, behavior_logprobs, rows, batch.completion_mask)
     no_losses = Tokens(mask, per_token=jnp.zeros(mask.shape))
     _, count = algorithm.reduction(no_losses, Rows(trajectories=batch.trajectories))
-    observed = batch.observation_mask & trained[:, None]
+    observed = batch.observation_mask & rows.kept[:, None]
     return jnp.where(observed, count / jnp.maximum(jnp.sum(observed), 1), 0.0)
 
 

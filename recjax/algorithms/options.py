@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -170,7 +171,8 @@ def described(error: BaseException, traced: bool = False) -> str:
         >>> described(ValueError("too long"))
         'ValueError: too long'
     """
-    skipped = ("<frozen", "<@beartype", sysconfig.get_path("stdlib"), str(PACKAGE))
+    folders = (sysconfig.get_path("stdlib"), PACKAGE)
+    skipped = ("<frozen", "<@beartype", *[os.path.join(folder, "") for folder in folders])
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):
         is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)

@@ -58,8 +58,12 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
         layers = [(f"argument {name}", _in_blocks(full_name(name, value), value)) for name, value in overrides.items()]
     else:
         layers = [(f"override {text!r}", _parse_override(text)) for text in overrides]
-    for name, layer in [(source, values), *layers]:
-        _merge(merged, layer, name, sources)
+    layers.insert(0, (source, values))
+    last = {}  # for each block that a layer gives another name, the number of the last one
+    for number, (_, layer) in enumerate(layers):
+        last |= {block: number for block in SHORT_FORMS if _names(block, layer)}
+    for number, (name, layer) in enumerate(layers):
+        _merge(merged, layer, name, sources, renamed=[block for block in last if last[block] > number])
     try:
         return Config.model_validate(merged)
     except pydantic.ValidationError as error:
@@ -74,11 +78,27 @@ def make_config(values: Any, overrides: Sequence[str] | Mapping[str, Any] = (), 
         raise UserError(where, problem, without_password(mistake.remedy), value) from None
 
 
-def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], prefix: str = "") -> None:
+def _names(block: str, layer: Any) -> bool:
+    """True if a layer gives the block at a dotted key another name."""
+    for key in block.split("."):
+        layer = layer.get(key) if isinstance(layer, dict) else None
+    return isinstance(layer, dict) and "name" in layer
+
+
+def _merge(
+    merged: dict,
+    layer: dict,
+    source: str,
+    sources: dict[str, str],
+    prefix: str = "",
+    renamed: Sequence[str] = (),
+) -> None:
     """Puts a layer's values over the values of earlier layers, and notes each value's source.
 
     An empty mapping as the value of a key that holds one empties it; other mappings are merged key by key.
 
+    Args:
+        renamed: blocks that a later layer gives another name, which replaces a short form.
     Raises:
         UserError: a text has `${…}`, which other tools replace and recjax does not.
     """
@@ -103,13 +123,14 @@ def _merge(merged: dict, layer: dict, source: str, sources: dict[str, str], pref
             if old is not None and not isinstance(old, dict) and "name" not in value:
                 if not isinstance(old, str) or name not in SHORT_FORMS:
                     raise UserError(f"{earlier}: {name}", "takes keys and values", value=old)
-                try:
-                    old = SHORT_FORMS[name](old)
-                except UserError as error:
-                    raise UserError(f"{earlier}: {name}", str(error), value=old) from error
-                sources |= {f"{name}.{inner}": str(earlier) for inner in old}
+                if name not in renamed:
+                    try:
+                        old = SHORT_FORMS[name](old)
+                    except UserError as error:
+                        raise UserError(f"{earlier}: {name}", str(error), value=old) from error
+                    sources |= {f"{name}.{inner}": str(earlier) for inner in old}
             merged[key] = old if isinstance(old, dict) else {}
-            _merge(merged[key], value, source, sources, f"{name}.")
+            _merge(merged[key], value, source, sources, f"{name}.", renamed)
         else:
             merged[key] = _with_texts(value, literal)
 

@@ -83,7 +83,7 @@ class AlgorithmConfig(ConfigBlock):
     log_ratio_penalty: dict[str, Any] = key(dict, "Penalty on the log-ratio to the behavior policy, in the advantages")
     teacher_divergence: dict[str, Any] = key(dict, "Divergence from a teacher's next-token distributions")
     score_centering: dict[str, Any] = key(
-        dict, "Removal of the gradient's mean under the sampler; see rollout.recorded_top_k"
+        dict, "Removal of the gradient's mean under the sampler; see rollout.kept_ids and rollout.recorded_top_k"
     )
     observations: dict[str, Any] = key(dict, "Cross-entropy on an agent's observations")
 
@@ -152,8 +152,8 @@ class AlgorithmConfig(ConfigBlock):
         if config.model.reference and not algorithm.needs_reference:
             raise UserError(
                 "model.reference",
-                "does not apply while algorithm.reference_kl.coefficient is 0",
-                "set that, or remove this key",
+                "does not apply, as this algorithm reads no reference policy",
+                "set algorithm.reference_kl.coefficient, use a preset that reads one, such as tba, or remove this key",
                 value=config.model.reference,
             )
         if algorithm.score_centering is not None and not config.known_tokens:
@@ -172,8 +172,8 @@ class AlgorithmConfig(ConfigBlock):
         if teacher and not algorithm.needs_teacher:
             raise UserError(
                 "model.teacher",
-                "does not apply while algorithm.distillation and algorithm.teacher_divergence are off",
-                "set the coefficient of one, or remove this key",
+                "does not apply, as this algorithm reads no teacher",
+                "set the coefficient of algorithm.distillation or algorithm.teacher_divergence, or remove this key",
                 value=teacher,
             )
         if algorithm.needs_teacher and not teacher:
@@ -718,14 +718,16 @@ class Config(ConfigBlock):
             UserError: a wrong key or value, as for the first config.
         """
         values = self.model_dump(exclude_unset=True)
-        for name, value in changes.items():
-            *blocks, key_name = full_name(name, value).split(".")
+        names = [full_name(name, value) for name, value in changes.items()]
+        for number, (name, value) in enumerate(zip(names, changes.values(), strict=True)):
+            *blocks, key_name = name.split(".")
             inner = values
             for depth, block in enumerate(blocks, 1):
                 before = inner.get(block)
-                short_form = SHORT_FORMS.get(".".join(blocks[:depth]))
-                if isinstance(before, str) and short_form and key_name != "name":
-                    inner[block] = short_form(before)
+                place = ".".join(blocks[:depth])
+                # Another name replaces a short form, also if it is given after other keys of the block.
+                if isinstance(before, str) and place in SHORT_FORMS and f"{place}.name" not in names[number:]:
+                    inner[block] = SHORT_FORMS[place](before)
                 elif not isinstance(before, dict):
                     inner[block] = {}
                 inner = inner[block]

@@ -451,7 +451,7 @@ def _order(ready: Sequence[Entry], count: int, step: int, seed: int, settings: S
         order = replay.order_entries(entries, step=step, seed=seed, limits=settings.limits, judge=settings.judge)
         return new + [others[index] for index in order]
     if settings.oldest_first:
-        # Generators finish batches in any order; groups of other models have no version and go first.
+        # Generators finish batches in any order. Groups of other models have no version and count as version 0.
         versions = []
         for entry in ready:
             version = oldest_version(entry.group)

@@ -31,7 +31,7 @@ from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules,
 from recjax.models.trainable import adapted, combine, split_params
 from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
-from recjax.planning.sampling import most_completions, sampling_of
+from recjax.planning.sampling import longest_in_slot, most_completions, sampling_of
 from recjax.planning.targets import (
     ACCELERATORS,
     GIB,
@@ -41,7 +41,7 @@ from recjax.planning.targets import (
     larger_slices,
     named_devices,
 )
-from recjax.rollout.plan import key_value_bytes, score_bytes, state_bytes
+from recjax.rollout.plan import capacities, key_value_bytes, power_of_two, score_bytes, state_bytes
 from recjax.runs.prepare import warn_of_context
 from recjax.runtime import hosts
 from recjax.runtime.console import plain_console
@@ -280,6 +280,10 @@ def sampling_items(
         prompts = config.rollout.prompts_per_step
         rows = prompts * most_completions(config)
         states = prompts + rows
+        if config.task.agent:
+            rows = power_of_two(rows)
+            states = power_of_two(prompts) + rows
+            prompts = states  # each slot has a copy of its prompt
     else:
         plan = sampling_of(config, decoder, mesh, prompt_tokens, free=(free - cast) // engines, platform=platform)
         sampling_mesh = plan.mesh
@@ -290,7 +294,9 @@ def sampling_items(
             Item("sample", "weights of the sampling mesh", f"{size} B × parameters", plan.moved),
             Item("sample", "unrolled layers", f"{each}{size} B × layers", engines * plan.copied),
         ]
-    longest = config.rollout.max_completion_tokens
+    longest = longest_in_slot(config, prompt_tokens)
+    if config.task.agent:
+        longest = capacities(longest)[-1]
     sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "rows": rows, "completion_tokens": longest}
     with jax.sharding.use_abstract_mesh(sampling_mesh.abstract_mesh):
         key_value_size = engines * key_value_bytes(decoder, **sizes)

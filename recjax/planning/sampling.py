@@ -14,7 +14,7 @@ from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules,
 from recjax.models.trainable import combine
 from recjax.models.unrolling import copies_layers
 from recjax.rollout import decoding, keys_values
-from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, plan_for
+from recjax.rollout.plan import EnginePlan, abstract_weights, filled_up, grouped, plan_for, power_of_two
 from recjax.rollout.programs import engine_programs
 
 
@@ -56,12 +56,21 @@ class SamplingPlan(NamedTuple):
     @property
     def shares_prompts(self) -> bool:
         """True if each group reads a single copy of its prompt, as all completions have slots."""
-        return self.slots == self.engine.requests
+        return self.engine.is_batch and self.slots == self.engine.requests
 
 
 def most_completions(config: Config) -> int:
     """The number of completions that the engine samples for a prompt, the larger of training's and evaluation's."""
     return max(config.rollout.group_size + config.rollout.oversample, config.evaluation.samples)
+
+
+def longest_in_slot(config: Config, prompt_tokens: int) -> int:
+    """Most tokens that follow a prompt in its slot: a completion's, or all other tokens of an agent's context."""
+    longest = config.rollout.max_completion_tokens
+    if config.task.agent is None:
+        return longest
+    assert config.rollout.max_context_tokens is not None
+    return max(longest, config.rollout.max_context_tokens - prompt_tokens)
 
 
 def sampling_of(
@@ -87,12 +96,16 @@ def sampling_of(
     if copies_layers(decoder.config, platform):
         copied = bytes_on_device(laid_out_by_rules(sampling_mesh, {"layers": weights["layers"]}))
     prompts = config.rollout.prompts_per_step
+    requests = prompts * most_completions(config)
     group = most_completions(config)
+    if config.task.agent:  # its requests arrive at any time, in programs of few sizes
+        prompts = power_of_two(prompts)
+        group = None
     with jax.sharding.use_abstract_mesh(sampling_mesh.abstract_mesh):
         plan = plan_for(
             decoder,
-            prompts * group,
-            config.rollout.max_completion_tokens,
+            requests,
+            longest_in_slot(config, prompt_tokens),
             group,
             prefix_time=prompt_tokens,
             slots=config.rollout.slots,
@@ -144,6 +157,7 @@ def _sampling_programs(config: Config, decoder: Decoder, plan: SamplingPlan, wei
         sampling=config.rollout.sampling(),
         stop_ids=(0,),
         recording=config.recording(),
+        longest=longest_in_slot(config, plan.engine.prefix_time),
     )
     prefill, first_tokens = calls[:2]
     last = {call.function: call for call in calls}  # a function's last call has its largest arrays

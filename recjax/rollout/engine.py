@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from recjax.errors import UserError
 from recjax.models.decoder import Decoder
 from recjax.models.experts import unrecorded
-from recjax.models.placement import moved_params, on_host
+from recjax.models.placement import bytes_on_device, moved_params, on_host
 from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 from recjax.models.unrolling import made_for_sampling, unrolled_arrays
 from recjax.rollout import decoding, plan
@@ -47,6 +48,7 @@ class Engine:
         *,
         slots: int | None,
         prefix_time: int,
+        context: int | None = None,
         newer: Callable[[], Weights | None] | None = None,
         recording: TokenRecord = NOTHING_RECORDED,
         clock: DeviceClock | None = None,
@@ -57,6 +59,8 @@ class Engine:
             stop_ids: tokens that end a completion and belong to it.
             slots: completions that are sampled together; None: as many as memory holds, at most the number of requests.
             prefix_time: tokens to which prefixes are padded; longer prefixes are padded to a power of two.
+            context: most tokens that the prefix and all that follows it in a slot may have together, for requests that
+                continue earlier ones; None: no request does.
             newer: called before each step; returns weights that have arrived since its last call, or None. None: no
                 updates.
             recording: the arrays that the engine records of the distribution of each token.
@@ -67,6 +71,7 @@ class Engine:
         self._stop_ids = tuple(stop_ids)
         self._most_slots = slots
         self._prefix_time = prefix_time
+        self._context = context
         self._newer = newer
         self._recording = recording
         if clock is None:
@@ -156,7 +161,7 @@ class Engine:
             if weights is not None:
                 self.replace_weights(weights.params, weights.version)
         if self._stacked is None:
-            raise ValueError("the engine has no weights; call replace_weights before the first round")
+            raise UserError("the engine", "has no weights", "call replace_weights before the first step")
         with jax.set_mesh(self._mesh):
             if self._params is None:
                 # Layers are unrolled once for all rounds until the next weights, as a GPU copies them for it.
@@ -233,6 +238,7 @@ class Engine:
     def _make_plan(self, live: int) -> None:
         """Plans for the next batch in the queue, or for all requests if they are more than the plan is for."""
         jobs, group_size = self._queue[0]
+        held = 0
         if group_size:
             # A batch's programs fit it exactly, so its memory begins empty and not in the shapes of earlier requests.
             self._slots = Slots(self._decoder.cache_dtype)
@@ -242,9 +248,18 @@ class Engine:
             count = live + len(jobs)
             if not self._plan.is_batch and count <= self._plan.requests:
                 return
+            held = bytes_on_device(self._slots.memory)
         longest = max(job.request.limit for job in jobs)
+        if self._context is not None:
+            longest = max(longest, self._context - self._prefix_time)
         self._plan = plan_for(
-            self._decoder, count, longest, group_size, prefix_time=self._prefix_time, slots=self._most_slots
+            self._decoder,
+            count,
+            longest,
+            group_size,
+            prefix_time=self._prefix_time,
+            slots=self._most_slots,
+            held=held,
         )
 
     def _prefill(

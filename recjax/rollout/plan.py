@@ -95,23 +95,27 @@ def plan_for(
     prefix_time: int,
     slots: int | None,
     free: int | None = None,
+    held: int = 0,
 ) -> EnginePlan:
     """Decides the sizes for a number of requests.
 
     Args:
-        longest: most tokens of a completion.
+        longest: most tokens after a prompt: of a completion, or of all that may follow in the prompt's slot.
         group_size: number of completions of each prompt, for a batch that has the engine for itself; None: requests
             arrive at any time.
         prefix_time: tokens to which prefixes are padded.
         slots: completions that are sampled together; None: as many as fit in memory, of all, half of them, and so on.
         free: free bytes of each device; None: measured.
+        held: bytes of each device that slots of an earlier plan take, whose place the new slots take.
     """
     if group_size:
         prompts = filled_up(requests // group_size)
         count = prompts * group_size
+        capacity = longest + 2 * ROUND
     else:
         count = power_of_two(requests)
         prompts = count
+        capacity = capacities(longest)[-1]
 
     def needed_bytes(candidate: int) -> int:
         prompt_copies = prompts
@@ -122,7 +126,7 @@ def plan_for(
             prompts=prompt_copies,
             prompt_tokens=prefix_time,
             rows=candidate,
-            completion_tokens=int(CHANGING * (longest + 2 * ROUND)),
+            completion_tokens=int(CHANGING * capacity),
         )
         return keys_values + state_bytes(decoder, prompts + candidate) + score_bytes(decoder, candidate)
 
@@ -131,7 +135,7 @@ def plan_for(
         if needed_bytes(most) > ALWAYS_FREE:
             if free is None:
                 free = free_bytes()
-            available = (1 - RESERVE) * free
+            available = (1 - RESERVE) * (free + held)
             while most > row_shards() and needed_bytes(most) > available:
                 most = _half(most)
     elif not group_size or slots < requests:  # a batch gets no more slots than it has completions
@@ -199,6 +203,14 @@ def cache_lengths(longest: int, round_time: int) -> list[int]:
     while 1.5 * lengths[-1] < most:
         lengths.append(2 * lengths[-1])
     lengths[-1] = most
+    return lengths
+
+
+def capacities(longest: int) -> list[int]:
+    """All capacities in tokens that slots for requests at any time may have, if `longest` tokens follow a prompt."""
+    lengths = [SHORTEST_CACHE]
+    while lengths[-1] < longest + 2 * ROUND:
+        lengths.append(2 * lengths[-1])
     return lengths
 
 

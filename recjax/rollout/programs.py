@@ -16,7 +16,7 @@ from recjax.models.unrolling import unrolled_params
 from recjax.rollout import decoding, keys_values
 from recjax.rollout.decoding import RoundOptions, SlotState
 from recjax.rollout.keys_values import Memory
-from recjax.rollout.plan import EnginePlan, abstract_weights, first_enough, next_lower
+from recjax.rollout.plan import EnginePlan, abstract_weights, capacities, first_enough, next_lower
 
 
 class ProgramCall(NamedTuple):
@@ -48,8 +48,9 @@ def engine_programs(
     sampling: Sampling,
     stop_ids: tuple[int, ...],
     recording: TokenRecord = NOTHING_RECORDED,
+    longest: int = 0,
 ) -> list[ProgramCall]:
-    """The programs of a batch of groups that has the engine for itself, in the order in which they first run.
+    """The programs of a batch of groups, in the order in which they first run.
 
     First come prefixes, first tokens and the slots' memory, then a round of tokens. For each longer cache, the growth
     of the cache and another round follow. The last program, if the batch may have fewer slots, keeps half the slots.
@@ -60,6 +61,7 @@ def engine_programs(
         params: shapes of the parameters as the engine's programs take them, see `sampling_params`.
         prompts: number of prompts of the batch.
         group_size, sampling, stop_ids, recording: those of the batch.
+        longest: most tokens that follow a prompt in its slot; only read for requests that arrive at any time.
     """
     recording = recording.under(sampling)
     prompt_rows = plan.rows(prompts)
@@ -79,7 +81,7 @@ def engine_programs(
     first_arguments = (scores, rows, _key_data(completions))
     calls.append(ProgramCall(decoding.first_tokens, first_arguments, first_options))
 
-    shares_prompts = prompt_rows * group_size == slots
+    shares_prompts = plan.is_batch and prompt_rows * group_size == slots
     creating, memory = _creation(mesh, decoder, plan, cache, slots=slots, shares_prompts=shares_prompts)
     calls += creating
     calls += _filling(cache, memory, slots=slots, shares_prompts=shares_prompts)
@@ -98,7 +100,10 @@ def engine_programs(
     options = RoundOptions(sampling, stop_ids, time=plan.round_time, recording=recording)
     round_options = {"decoder": decoder, "options": options}
     calls.append(ProgramCall(decoding.decode, (params, memory, state, enough), round_options))
-    for length in plan.lengths:
+    lengths = plan.lengths
+    if not plan.is_batch:
+        lengths = capacities(longest)
+    for length in lengths:
         if length > keys_values.cache_time(memory.later):
             calls.append(ProgramCall(keys_values.resized, (memory.later,), {"time": length}))
             grow = functools.partial(keys_values.resized, time=length)
@@ -106,7 +111,7 @@ def engine_programs(
             memory = memory._replace(later=_slots_on_mesh(mesh, longer))
             calls.append(ProgramCall(decoding.decode, (params, memory, state, enough), round_options))
     fewer = next_lower(plan.slots, slots)
-    if fewer:
+    if fewer and plan.is_batch:
         order = jax.ShapeDtypeStruct((fewer,), jnp.int32)
         time = keys_values.cache_time(memory.later)
         calls.append(ProgramCall(keys_values.gather_slots, (memory, order), {"time": time}))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
+from recjax.errors import UserError
 from recjax.models.layer import Cache
 from recjax.models.sampling import Sampling
 
@@ -35,25 +36,27 @@ def check_requests(requests: Sequence[Request], group_size: int | None, vocabula
     Args:
         group_size: number of consecutive requests that must share a prefix; None: prefixes may all differ.
     Raises:
-        ValueError: with the request's place, the problem and the remedy.
+        UserError: with the request's place, the problem and the remedy.
     """
     for place, request in enumerate(requests):
+        where = f"request {place}"
         leader = request
         if group_size:
             leader = requests[place - place % group_size]
         prefix = request.prefix
         if request.limit < 1:
-            raise ValueError(f"request {place}: limit = {request.limit}: takes 1 or more")
+            raise UserError(f"{where}: limit", "takes 1 or more", value=request.limit)
         if not len(prefix):
-            raise ValueError(f"request {place}: its prefix is empty; give at least one token, such as the BOS")
+            raise UserError(where, "its prefix is empty", "give at least one token, such as the BOS")
         if leader.prefix is not prefix and not np.array_equal(leader.prefix, prefix):
-            raise ValueError(f"request {place}: its prefix differs from its group's; change group_size, or give None")
+            raise UserError(where, "its prefix differs from its group's", "change group_size, or give None")
         if leader is request and (prefix.min() < 0 or prefix.max() >= vocabulary):
             wrong = prefix[(prefix < 0) | (prefix >= vocabulary)][0]
-            words = f"token {wrong} is outside the vocabulary of {vocabulary}; use the policy's tokenizer"
-            raise ValueError(f"request {place}: {words}")
+            problem = f"token {wrong} is outside the vocabulary of {vocabulary}"
+            raise UserError(where, problem, "use the policy's tokenizer")
     if group_size and len(requests) % group_size:
-        raise ValueError(f"{len(requests)} requests: not a multiple of group_size = {group_size}; change group_size")
+        problem = f"does not divide the number of requests, {len(requests)}"
+        raise UserError("group_size", problem, "change it", value=group_size)
 
 
 class Weights(NamedTuple):

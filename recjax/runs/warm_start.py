@@ -129,7 +129,7 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
     """Trains on (prompt, answer) pairs; after a share `right_first` of the steps, a share `wrong_fraction` is wrong.
 
     The learning rate falls to 0 as a cosine; the gradient's global norm is clipped at 1.
-    A wrong answer is one of the problem's mistakes, or the answer with one token replaced if a problem has no mistakes.
+    A wrong answer is one of its problem's mistakes, or has one token replaced if its problem has no mistakes.
     """
     optimizer = make_optimizer(OptimizerConfig())
     schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
@@ -152,14 +152,15 @@ def supervise(config: WarmStartConfig, policy: Policy, params: dict, prompts: Pr
             if step >= config.right_first * config.steps:
                 wrong_fraction = config.wrong_fraction
             chosen = generator.integers(len(problems), size=config.batch_size)
-            if counts.all():
-                is_wrong = generator.random(config.batch_size) < wrong_fraction
-                mistakes = first_mistake[chosen] + generator.integers(counts[chosen])
-                rows = np.where(is_wrong, mistakes, chosen)
-                shown = tokens[rows]
-            else:
-                rows = chosen
-                shown = _with_slips(tokens[rows], mask[rows], wrong_fraction, generator)
+            is_wrong = generator.random(config.batch_size) < wrong_fraction
+            has_mistakes = counts[chosen] > 0
+            rows = chosen
+            if counts.any():
+                mistakes = first_mistake[chosen] + generator.integers(np.maximum(counts[chosen], 1))
+                rows = np.where(is_wrong & has_mistakes, mistakes, chosen)
+            shown = tokens[rows]
+            if not counts.all():
+                shown = _with_slips(shown, mask[rows], is_wrong & ~has_mistakes, generator)
             batch = put_rows((prompts.tokens[chosen], prompts.mask[chosen], shown, mask[rows]))
             params, optimizer_state, loss = _supervised_step(
                 policy.decoder, optimizer, params, optimizer_state, batch=batch, learning_rate=rate
@@ -194,9 +195,9 @@ def _demonstrations(policy: Policy, answers: list[str], are_chats: list[bool]) -
 
 
 def _with_slips(
-    tokens: np.ndarray, mask: np.ndarray, wrong_fraction: float, generator: np.random.Generator
+    tokens: np.ndarray, mask: np.ndarray, is_wrong: np.ndarray, generator: np.random.Generator
 ) -> np.ndarray:
-    """The answers, a share of them with one token, never the last, replaced by another token of the answers.
+    """The answers, those in `is_wrong` with one token, never the last, replaced by another token of the answers.
 
     An answer without tokens stays; all answers stay if they have only one distinct token.
     """
@@ -205,8 +206,7 @@ def _with_slips(
     if len(known) < 2:
         return tokens
     lengths = mask.sum(-1)
-    is_wrong = (generator.random(len(tokens)) < wrong_fraction) & (lengths > 1)
-    wrong = np.flatnonzero(is_wrong)
+    wrong = np.flatnonzero(is_wrong & (lengths > 1))
     slip = generator.integers(lengths[wrong] - 1)  # position of the replaced token in each wrong answer
     index = np.searchsorted(known, tokens[wrong, slip])
     shift = generator.integers(1, len(known), len(wrong))  # never 0, so the token becomes another one

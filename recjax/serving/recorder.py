@@ -85,6 +85,7 @@ class Recorder:
         self._threads = ThreadPoolExecutor(8, "recorder")
         with contextlib.ExitStack() as opened:
             self._store = opened.enter_context(Store(options.store, create=True))
+            opened.callback(self._threads.shutdown, wait=False)
             self._store.reserve(options.server)
             self._store.check_indexes()
             for name, content in self._store.turns(options.server):

@@ -59,6 +59,8 @@ class FollowedSource(contextlib.AbstractContextManager):
             missing = count - min(ready, self._admitted)
         else:
             missing = count - ready
+        # Of enough groups, the mean staleness may be above its limit, until newer ones take the places of the stalest.
+        missing = max(missing, int(wait))
         if wait and time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             self._log_waiting(state.queue, step)

@@ -6,6 +6,7 @@ Every row has a checksum, which readers verify. docs/store_format.md describes t
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -171,6 +172,14 @@ class Last(NamedTuple):
     completions: int = 0
     rewards: int = 0
     turns: int = 0
+
+
+@dataclasses.dataclass
+class _Transaction:
+    """A transaction that writes: its connection, and the extent of the store, which the block keeps up to date."""
+
+    connection: sql.Connection
+    last: Last
 
 
 class Change(NamedTuple):
@@ -345,8 +354,8 @@ class Store:
                 unchanged.
         """
         check_records(records, self._place)
-        with self._transaction() as (connection, last):
-            self._save(connection, self._append(connection, last, records, numbers))
+        with self._transaction() as transaction:
+            transaction.last = self._append(transaction.connection, transaction.last, records, numbers)
 
     def change(self, changes: Iterable[Change], server: str = "", are_checked: bool = False) -> int:
         """Makes all changes, or none if one change cannot be made; returns the number of new completions.
@@ -357,7 +366,9 @@ class Store:
         Raises:
             UserError: see `append`; or a completion is gone, or has a reward of this grader.
         """
-        with self._transaction() as (connection, last):
+        with self._transaction() as transaction:
+            connection = transaction.connection
+            last = transaction.last
             before = last.completions
             for records, rewards, turns, ended, grader in changes:
                 if records:
@@ -377,7 +388,7 @@ class Store:
                     ending = ending.where(_SESSION_TURNS.c.server == server, _SESSION_TURNS.c.session == session)
                     deleted = connection.execute(ending).rowcount
                     last = last._replace(turns=last.turns - deleted)
-            self._save(connection, last)
+            transaction.last = last
         return last.completions - before
 
     def add_rewards(self, grades: Mapping[int, tuple[Grade, str | None]], grader: str = GIVEN) -> None:
@@ -386,12 +397,14 @@ class Store:
 
     def delete(self, numbers: Sequence[int]) -> None:
         """Deletes completions and their rewards."""
-        with self._transaction() as (connection, last):
+        with self._transaction() as transaction:
+            connection = transaction.connection
+            last = transaction.last
             for batch in _parts(numbers):
                 rewards = connection.execute(REWARDS.delete().where(REWARDS.c.completion.in_(batch))).rowcount
                 rows = connection.execute(COMPLETIONS.delete().where(COMPLETIONS.c.number.in_(batch))).rowcount
                 last = last._replace(completions=last.completions - rows, rewards=last.rewards - rewards)
-            self._save(connection, last)
+            transaction.last = last
 
     # --- Reading.
 
@@ -718,15 +731,18 @@ class Store:
     # --- Inside a transaction.
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[tuple[sql.Connection, Last]]:
-        """Holds the write lock; the rows are durable once the block ends."""
+    def _transaction(self) -> Iterator[_Transaction]:
+        """Holds the write lock; the rows and the transaction's extent are durable once the block ends."""
         with self._trying("written"):
             if self.is_replaced():
                 raise Unavailable(self.name, "was replaced or deleted while it was open", "start this process again")
             with self._begun() as connection:
-                yield connection, _last(self._row(connection, lock=True))
+                transaction = _Transaction(connection, _last(self._row(connection, lock=True)))
+                yield transaction
+                last = transaction.last
+                self._save(connection, last)
             if self._file:
-                numbers = f"{self._saved.completion} {self._saved.reward} {self._saved.turn}"
+                numbers = f"{last.completion} {last.reward} {last.turn}"
                 with contextlib.suppress(OSError):
                     file = os.open(lasts_of(self._file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
                     os.write(file, f"{self.id} {numbers}\n".encode())
@@ -788,7 +804,6 @@ class Store:
 
     def _save(self, connection: sql.Connection, last: Last) -> None:
         connection.execute(_STORE.update().values(_store_columns(self.id, last)))
-        self._saved = last
 
     def _append(
         self, connection: sql.Connection, last: Last, records: Sequence[Record], numbers: Sequence[int] | None = None

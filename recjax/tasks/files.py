@@ -132,6 +132,8 @@ def keep_rows(rows: Any) -> str:
         )
     lines = []
     kinds: Mapping[Any, Any] = column_kinds(rows)
+    # A datasets.Dataset decodes its JSON when it is read.
+    is_decoded = not isinstance(rows, pd.DataFrame)
     if isinstance(rows, pd.DataFrame):
         rows = rows.to_dict("records")
     for number, row in enumerate(rows):
@@ -143,7 +145,7 @@ def keep_rows(rows: Any) -> str:
             comes_from_table = kind is not None or isinstance(value, np.ndarray)
             drops_nulls = comes_from_table and is_template_cell(str(name), value)
             if drops_nulls or isinstance(value, np.ndarray) or needs_conversion(kind):
-                value = native(value, kind, drops_nulls)
+                value = native(value, kind, drops_nulls, is_decoded)
             cells[name] = value
         try:
             line = json_text(cells, default=_plain)

@@ -126,18 +126,19 @@ def is_template_cell(column: str, value: Any) -> bool:
     return all(isinstance(message, dict) and "role" in message for message in value)
 
 
-def native(value: Any, kind: Any, drops_nulls: bool = False) -> Any:
+def native(value: Any, kind: Any, drops_nulls: bool = False, is_decoded: bool = False) -> Any:
     """A table's value in Python's types: float32 has its shortest digits, 0.1, not 0.10000000149011612.
 
     Args:
         value: number, text, None, NumPy array, or a list or dict of such values.
         kind: Arrow's type of the value, or the name of a dtype.
         drops_nulls: flag to leave out the nulls that a table adds to objects for the keys of other rows.
+        is_decoded: True if values of type JSON are decoded already, so that a text is a text.
     Raises:
         UserError: a text of type JSON is not valid.
     """
     if str(kind) == "extension<arrow.json>":
-        if isinstance(value, str):
+        if isinstance(value, str) and not is_decoded:
             return _decode(value)
         return value
     kind = getattr(kind, "storage_type", kind)
@@ -153,11 +154,11 @@ def native(value: Any, kind: Any, drops_nulls: bool = False) -> Any:
                 continue
             if is_struct:
                 item_kind = kind.field(name).type
-            values[name] = native(item, item_kind, drops_nulls)
+            values[name] = native(item, item_kind, drops_nulls, is_decoded)
         return values
     if isinstance(value, list):
         element_kind = getattr(kind, "value_type", kind)
-        return [native(element, element_kind, drops_nulls) for element in value]
+        return [native(element, element_kind, drops_nulls, is_decoded) for element in value]
     narrow = _NARROW.get(str(kind))
     if narrow and isinstance(value, float):
         return float(str(narrow(value)))

@@ -18,6 +18,7 @@ from tests.algorithms.examples import (
     first_of_each_set_of_axes,
     loss_and_gradient,
     make_example,
+    observed,
     rows_of,
 )
 from tests.closeness import assert_close
@@ -294,6 +295,18 @@ def test_impossible_tokens_count_as_masked(name, source):
     assert np.isfinite([total, count]).all() and np.isfinite(gradient).all()
     np.testing.assert_allclose([total, count], [expected, expected_count], rtol=1e-5)
     assert_close(gradient, expected_gradient, 1e-5)
+
+
+def test_observations_stay_a_mean_beside_impossible_tokens():
+    logprobs = EXAMPLE.logprobs.copy()
+    logprobs[np.flatnonzero(EXAMPLE.completion_mask.any(-1))[0], 0] = -np.inf
+    example = EXAMPLE._replace(logprobs=logprobs)
+    means = []
+    for coefficient in (0.0, 0.3):
+        algorithm = build_algorithm("estr", {"observations": {"coefficient": coefficient}})
+        (total, count), _ = jax.jit(functools.partial(loss_and_gradient, algorithm))(example)
+        means.append(total / count)
+    np.testing.assert_allclose(means[1] - means[0], -0.3 * logprobs[np.asarray(observed(example))].mean(), rtol=1e-4)
 
 
 def test_a_policy_that_is_not_a_number_stays_one():

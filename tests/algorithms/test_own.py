@@ -12,6 +12,7 @@ import pytest
 from recjax import algorithms
 from recjax.algorithms.axes import READABLE
 from recjax.algorithms.axis import Axis
+from recjax.algorithms.options import PACKAGE, described
 from recjax.algorithms.presets import build_algorithm, resolve
 from recjax.algorithms.values import Rows, Tokens
 from recjax.config import AlgorithmConfig
@@ -51,6 +52,13 @@ def test_other_axes_take_ones_own(axis, block):
     own, plain = (loss_and_gradient(made, EXAMPLE)[1][0] for made in (algorithm, build_algorithm("reinforce", {})))
     assert np.isfinite(own).all() and np.abs(own - plain).max() > 1e-3
     assert algorithm.needs_scoring == algorithm.needs_rescoring == (axis == "mask" or "stale" in block["name"])
+
+
+def test_an_error_names_lines_beside_the_package_as_the_users():
+    place = f"{PACKAGE}other/module.py"
+    with pytest.raises(ZeroDivisionError) as raised:
+        exec(compile("1 / 0", place, "exec"))
+    assert f"{place}:1 in <module>" in described(raised.value)
 
 
 def test_users_selection_revives_no_padding_row():

@@ -397,8 +397,17 @@ def test_a_replaced_option_keeps_a_schedule_named_by_a_text():
     )
     schedule = config.replace(**{"optimizer.schedule.end_value": 0.1}).optimizer.schedule
     assert schedule["name"] == "linear_schedule" and schedule["end_value"] == 0.1
-    named = config.replace(**{"optimizer.schedule.name": "cosine_decay_schedule"})
-    assert named.optimizer.schedule == {"name": "cosine_decay_schedule"}
+    named = {"optimizer.schedule.name": "cosine_decay_schedule"}
+    assert config.replace(**named).optimizer.schedule == named_schedule({})
+    option = {"optimizer.schedule.alpha": 0.1}
+    for changes in (named | option, option | named):  # in any order, another name replaces the short form
+        assert config.replace(**changes).optimizer.schedule == named_schedule({"alpha": 0.1})
+        overridden = make_config(config.model_dump(exclude_unset=True), changes)
+        assert overridden.optimizer.schedule == named_schedule({"alpha": 0.1})
+
+
+def named_schedule(options):
+    return {"name": "cosine_decay_schedule", **options}
 
 
 @pytest.mark.parametrize(

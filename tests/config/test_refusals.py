@@ -181,7 +181,8 @@ CASES = [
     ([LORA, "model.freeze=[embedding]"], "model.freeze = ['embedding']: does not work with model.lora; remove one"),
     ("mesh={data: -1, tensor: -1}", "mesh.data = -1: only one of mesh.data and mesh.tensor"),
     ("mesh={fsdp: -1, tensor: -1}", "mesh.fsdp = -1: only one of mesh.fsdp and mesh.tensor"),
-    ("model.teacher=somewhere", "model.teacher = 'somewhere': does not apply while algorithm.distillation"),
+    ("model.teacher=somewhere", "model.teacher = 'somewhere': does not apply, as this algorithm reads no teacher"),
+    ("model.reference=somewhere", "'somewhere': does not apply", "reads no reference policy", "such as tba, or remove"),
     ("algorithm.teacher_divergence.coefficient=0.1", "algorithm.teacher_divergence", "needs a teacher"),
     (
         ["algorithm.preset=sdpo", "model.teacher=policy"],

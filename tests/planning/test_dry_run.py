@@ -180,6 +180,20 @@ def test_each_older_version_of_frozen_seats_has_a_copy(tiny, no_activations, pla
     assert found["keys and values"] == (1 + copies) * alone["keys and values"]
 
 
+@pytest.mark.parametrize("device", ["host", "h100-80"])
+def test_agents_fill_slots_up_to_their_context(tiny, no_activations, device):
+    no_activations()
+    agent = ["task.agent=x:y", "rollout.max_context_tokens=300", "rollout.prompts_per_step=5", "rollout.group_size=3"]
+    result = dry_run(tiny(*agent), *[named_devices(device)] * (device != "host"))
+    shape = result.model.decoder.config
+    # 15 agents in 16 slots with a prompt each, next to 8 prompts that wait; 512 tokens hold all others of 300.
+    tokens = (16 + 8) * result.prompt_tokens + 16 * 512
+    size = result.model.decoder.dtype.itemsize
+    assert (
+        memory(result)["keys and values"] == 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size * tokens
+    )
+
+
 @pytest.mark.parametrize(("device", "layers", "copies"), [("h100-80", 2, 1), ("h100-80", 33, 0), ("v5e-16", 2, 0)])
 def test_a_gpu_copies_the_few_layers_it_unrolls(tiny, no_activations, device, layers, copies):
     no_activations()
@@ -378,23 +392,21 @@ def test_missing_model_or_data_gives_status_1(
 def test_a_run_that_is_too_large_names_remedies(tiny, tmp_path, monkeypatch, capsys):
     tiny()
     path, last = str(tmp_path / "tiny.yaml"), None
+    more_of_the_gpu = "JAX takes more of a GPU with the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION"
+    less = "needs less memory: model.remat=full: 46.88 GiB, which fits (the backward pass"
+    larger = "the next larger topology is h100-80:2; mesh.fsdp=-1 splits weights and"
     for size, device, status, said in (
-        (2**10, "h100-80", 0, "to run it there: python -m recjax.train"),
-        (
-            65 * 2**30,
-            "h100-80",
-            1,
-            "JAX takes more of a GPU with the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION",
-        ),
-        (75 * 2**30, "h100-80", 1, "needs less memory: model.remat=full: 46.88 GiB, which fits (the backward pass"),
-        (75 * 2**30, "h100-80", 1, "the next larger topology is h100-80:2; mesh.fsdp=-1 splits weights and"),
-        (75 * 2**30, "v5p-95", 0, "it fits one v5p-95"),
+        (2**10, "h100-80", 0, ["to run it there: python -m recjax.train"]),
+        (65 * 2**30, "h100-80", 1, [more_of_the_gpu]),
+        (75 * 2**30, "h100-80", 1, [less, larger]),
+        (75 * 2**30, "v5p-95", 0, ["it fits one v5p-95"]),
     ):
         shares = {"none": size, "attention": size - 1, "dots": size - 2, "full": size // 8}
         monkeypatch.setattr(planning, "_activations", lambda *given, shares=shares: shares[given[3]])
         assert print_dry_run(path, ["model.decoder.num_layers=2"], device) == status
         last = capsys.readouterr().out
-        assert said in last and ("to run it" in last) == (status == 0) and ("needs less" in last) == (status == 1)
+        assert all(text in last for text in said)
+        assert ("to run it" in last) == (status == 0) and ("needs less" in last) == (status == 1)
     assert "MEM_FRACTION" not in last
     monkeypatch.setattr(planning, "_activations", lambda *_: 75 * 2**30)
     overrides = ["task.overlong_tokens=3", "model.lora={rank: 2}", "rollout.max_completion_tokens=4"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from recjax.errors import UserError
 from recjax.hub.policy import Policy
 from recjax.hub.tokenizers import character_tokenizer
 from recjax.models import unrolling
@@ -473,6 +474,20 @@ def test_memory_decides_on_the_slots(monkeypatch):
     assert slots == {2**30: 12, 60_000: 6, 1: 1}
 
 
+def test_a_new_plan_has_the_memory_of_the_old_slots(monkeypatch):
+    decoder, params, *_ = problem(PLAIN)
+    monkeypatch.setattr(plan, "ALWAYS_FREE", 0)
+    slots = []
+    for held in (0, 60_000):
+        monkeypatch.setattr(plan, "free_bytes", lambda held=held: 100_000 - held)
+        engine = engine_of(decoder, params)
+        engine._slots.memory = jnp.zeros(held, jnp.uint8)
+        engine.admit(requests_of()[:1] * 16)
+        engine._make_plan(0)
+        slots.append(engine._plan.slots[-1])
+    assert 1 < slots[0] == slots[1] < 16
+
+
 def test_bytes_are_those_of_arrays():
     decoder = Decoder(PLAIN, "bfloat16")
     sizes = {"prompts": 3, "prompt_tokens": 5, "rows": 7, "completion_tokens": 11}
@@ -492,13 +507,13 @@ def test_what_cannot_be_sampled_is_refused():
         (request._replace(prefix=np.array([3, 23], np.int32)), "token 23 is outside the vocabulary of 23; use"),
         (request._replace(prefix=np.array([-1], np.int32)), "token -1 is outside"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             engine.admit([request, wrong])
-    with pytest.raises(ValueError, match="request 3: its prefix differs from its group's; change group_size"):
+    with pytest.raises(UserError, match="request 3: its prefix differs from its group's; change group_size"):
         engine.admit(requests_of(), group_size=4)
-    with pytest.raises(ValueError, match="3 requests: not a multiple of group_size = 2; change"):
+    with pytest.raises(UserError, match="group_size = 2: does not divide the number of requests, 3; change"):
         engine.admit([request] * 3, group_size=2)
-    with pytest.raises(ValueError, match="no weights; call replace_weights"):
+    with pytest.raises(UserError, match="no weights; call replace_weights"):
         Engine(decoder, LATE, slots=None, prefix_time=5).step()
     assert engine.admit([]) == [] and engine.drain() == {}
 

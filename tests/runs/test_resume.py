@@ -98,6 +98,7 @@ REAL = {
         ["rollout.recorded_top_k=4", "algorithm.score_centering={coefficient: 1.0}", REPLAY, "regime.sync_interval=2"],
         [5],
     ),
+    "real weights, oversample, replay": (["rollout.oversample=2", REPLAY, "regime.sync_interval=2"], [5]),
     "real weights, headroom and drift, updates": (
         [*UPDATES, "experience.replay={draw_every: 2, priority: headroom, order: highest, max_drift: 1.0}"],
         [5],

@@ -28,7 +28,8 @@ TOKENS[np.arange(6000), LENGTHS - 1] = 1  # the token that ends an answer
 
 @pytest.mark.parametrize("wrong_fraction", [0.0, 0.3, 1.0])
 def test_the_chosen_share_of_answers_has_one_wrong_token(wrong_fraction):
-    shown = _with_slips(TOKENS, MASK, wrong_fraction, np.random.default_rng(1))
+    generator = np.random.default_rng(1)
+    shown = _with_slips(TOKENS, MASK, generator.random(6000) < wrong_fraction, generator)
     changed = shown != TOKENS
     assert (changed.sum(-1) <= 1).all()
     np.testing.assert_allclose(changed.any(-1).mean(), wrong_fraction, atol=0.02)
@@ -41,7 +42,7 @@ def test_the_chosen_share_of_answers_has_one_wrong_token(wrong_fraction):
 
 def test_answers_with_nothing_to_turn_stay():
     for tokens, mask in [(np.array([[1]]), np.array([[True]])), (np.array([[5, 1]]), np.ones((1, 2), bool))]:
-        np.testing.assert_array_equal(_with_slips(tokens, mask, 1.0, np.random.default_rng(0)), tokens)
+        np.testing.assert_array_equal(_with_slips(tokens, mask, np.array([True]), np.random.default_rng(0)), tokens)
 
 
 def test_an_end_without_an_embedding_is_refused(monkeypatch):
@@ -133,6 +134,19 @@ def test_the_first_steps_show_only_right_answers(config, shown, tmp_path, right_
         return decode(answer[kept][:-1]) != answers[decode(prompt[prompt_kept])]
 
     assert [np.mean([*map(is_wrong, *batch)]) for batch in shown] == shares
+
+
+def test_a_problem_without_mistakes_leaves_the_others_theirs(config, shown):
+    made, params = prepare.prepare(config.model_copy(update={"warm_start": None}))
+    first, *others = made.train.problems
+    problems = [first, *[problem._replace(mistakes=("++++",)) for problem in others]]
+    settings = config.warm_start.model_copy(update={"steps": 4, "batch_size": 64, "wrong_fraction": 1.0})
+    warm_start.supervise(settings, made.policy, params, made.train._replace(problems=problems), 0)
+    decode = made.policy.tokenizer.decode
+    for prompts, prompt_mask, answers, mask in shown:
+        for prompt, prompt_kept, answer, kept in zip(prompts, prompt_mask, answers, mask, strict=True):
+            is_mistake = decode(answer[kept][:-1]) == "++++"
+            assert is_mistake == (decode(prompt[prompt_kept]) != first.prompt)
 
 
 @pytest.mark.parametrize("changed", ["answer", "mistake", "weights"])

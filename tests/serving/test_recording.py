@@ -458,7 +458,10 @@ def test_writes_that_a_database_does_not_take_fail_together(db, monkeypatch):
     async def main():
         async with recorder_of(db) as recording:
             monkeypatch.setattr(Store, "change", away)
-            return await asyncio.gather(*(recording._write(Change()) for _ in range(5)), return_exceptions=True)
+            errors = await asyncio.gather(*(recording._write(Change()) for _ in range(5)), return_exceptions=True)
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            recording._threads.submit(int)
+        return errors
 
     assert {error.status for error in asyncio.run(main())} == {503} and tried[:1] == [5] and len(tried) <= 2
 

@@ -108,6 +108,18 @@ def test_a_signal_during_the_wait_writes_a_checkpoint(tiny, sampled, tmp_path, c
     assert [row["step"] for row in read_metrics(Path(config.output) / "metrics.jsonl")] == [0, 1, 2]
 
 
+def test_newer_groups_take_the_places_of_too_stale_ones(tiny, sampled, tmp_path):
+    others = batch(sampled, 2, policy_version=None)  # completions of other models have no staleness
+    append_columns(tmp_path / "live", [*batch(sampled, 0), *batch(sampled, 1), *others])
+    options = [f"experience.store={tmp_path / 'live'}", "regime.max_mean_staleness=0.5"]
+    options += ["training.steps=2", "training.checkpoint_every=1"]
+    too_long = threading.Timer(120, signal.raise_signal, [signal.SIGTERM])
+    too_long.start()
+    rows = count(tiny("follows", *OPTIONS, *options))
+    too_long.cancel()
+    assert rows[-1]["step"] == 2 and rows[-1]["experience/left_out/stale"] == 4
+
+
 def test_a_waiting_step_says_which_groups_were_left_out(tiny, sampled, tmp_path, caplog):
     append_columns(tmp_path / "live", batch(sampled, 0, reward=1.0))
     options = [f"experience.store={tmp_path / 'live'}", "experience.replay={max_reuse: 2}"]

@@ -132,8 +132,8 @@ def test_a_regraded_store_trains_like_recorded_rewards(tiny, drawn, tmp_path, mo
     with sqlite3.connect(tmp_path / "strange") as database:
         database.execute("delete from rewards where grader like 'run %' and completion > 9")
         (kept,) = database.execute("select count(*) from rewards").fetchone()
-    with Store(tmp_path / "strange") as store, store._transaction() as (connection, last):
-        store._save(connection, last._replace(rewards=kept))
+    with Store(tmp_path / "strange") as store, store._transaction() as transaction:
+        transaction.last = transaction.last._replace(rewards=kept)
     assert without_store_keys(count(tiny("again", *options))) == without_store_keys(expected)
     shutil.rmtree(output / "checkpoints" / str(STEPS))
     (output / "grader.json").write_text("{}")

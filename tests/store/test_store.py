@@ -1,5 +1,6 @@
 """The store: what comes out is what went in, whoever writes, dies or reads beside it, and damage is noticed."""
 
+import contextlib
 import json
 import os
 import re
@@ -101,6 +102,26 @@ def test_threads_that_append_at_one_time_lose_nothing(place):
     for thread in threads:
         thread.join()
     assert sorted(int(name.split()[1]) for name in ids(place)) == [10 * i + j for i in range(4) for j in range(5)]
+
+
+def test_a_failed_write_of_another_thread_loses_nothing(db, monkeypatch):
+    """The other thread writes, and fails, between a commit and the note of the last rows next to the file."""
+    append(db, ROWS[:1])
+    with Store(db) as store:
+        begun = store._begun
+
+        @contextlib.contextmanager
+        def followed():
+            with begun() as connection:
+                yield connection
+            monkeypatch.setattr(store, "_begun", begun)
+            with pytest.raises(ZeroDivisionError), store._begun() as connection:
+                store._save(connection, store.last()._replace(completion=9, completions=9))
+                raise ZeroDivisionError
+
+        monkeypatch.setattr(store, "_begun", followed)
+        store.append([ROWS[1]])
+    assert ids(db) == [row.completion.id for row in ROWS[:2]]
 
 
 def test_an_empty_store_has_no_groups_and_no_rewards(place):

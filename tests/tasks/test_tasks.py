@@ -419,6 +419,17 @@ def test_nulls_that_a_user_wrote_stay(tmp_path, monkeypatch):
         assert [problem.template["tools"] for problem in found] == list(calls)
 
 
+def test_json_cells_of_a_dataset_are_decoded_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
+    json_cell = datasets.Json()
+    features = datasets.Features({"prompt": datasets.Value("string"), "answer": json_cell, "more": [{"a": json_cell}]})
+    rows = [{"prompt": "p", "answer": text, "more": [{"a": text}]} for text in ("four", '"4"', "[1")]
+    table = datasets.Dataset.from_list(rows, features=features)
+    assert [row["answer"] for row in table] == ["four", "4", "[1"]
+    written = rows_file(keep_rows(table)).read_text().splitlines()
+    assert [json.loads(line) for line in written] == list(table)
+
+
 def test_a_programs_rows_may_have_cells_that_json_lacks(tmp_path, monkeypatch):
     monkeypatch.setenv("RECJAX_CACHE", str(tmp_path / "cache"))
     texts = {
