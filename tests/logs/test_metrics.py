@@ -81,6 +81,14 @@ def drawn(monkeypatch, draw, changes: list[dict], path: Path, *signs) -> dict[st
     return panels | {"title": figure.get_suptitle(), "note": figure.get_supxlabel()}
 
 
+def test_staleness_is_drawn_as_it_is(monkeypatch, tmp_path):
+    ages = [float(step % 20) for step in range(240)]
+    panels = drawn(monkeypatch, draw_training, [FAR | {"staleness": age} for age in ages], tmp_path)
+    (line,) = panels["staleness"].get_lines()
+    assert list(line.get_ydata()) == ages
+    assert "entropy of π: mean over 4 steps" in panels["note"]
+
+
 def test_panels_without_content_are_left_out_and_named(monkeypatch, tmp_path):
     panels = drawn(monkeypatch, draw_training, [{"reward": 0.5}, {"reward": 0.75}], tmp_path)
     assert [*panels] == ["accuracy (share)", "reward", "ratio π/μ of tokens", "entropy of π", "title", "note"]
