@@ -11,8 +11,8 @@ Overrides are dotted keys of the config with their values, such as optimizer.lea
 regime.sync_interval=20. The same command resumes an interrupted run. On SIGTERM, SIGHUP and Ctrl-C a run finishes its
 step, writes a checkpoint and exits with status 143, 129 or 130. --verbosity=0 shows log messages of libraries.
 
---help KEY explains a key of the config, such as regime.sync_interval, or the keys of a block, such as regime; --help keys
-explains all. A part of a name finds the keys that contain it.
+--help KEY explains a key of the config, such as regime.sync_interval, or the keys of a block, such as regime.
+--help keys explains all. A part of a name finds the keys that contain it.
 """
 
 import json

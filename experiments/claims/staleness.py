@@ -69,8 +69,11 @@ def leads(table: pd.DataFrame) -> dict[str, dict[int, Estimate]]:
         found[algorithm] = {}
         for regime, interval in INTERVALS.items():
             differences = paired_seeds(ends, "algorithm", algorithm, BASE, regime=[regime])
-            mean = float(differences.mean())
-            found[algorithm][interval] = estimate(differences) if len(differences) > 1 else Estimate(mean, mean, mean, 1)
+            if len(differences) > 1:
+                found[algorithm][interval] = estimate(differences)
+            else:
+                mean = float(differences.mean())
+                found[algorithm][interval] = Estimate(mean, mean, mean, 1)
     return found
 
 

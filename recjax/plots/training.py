@@ -54,7 +54,9 @@ _HELD_OUT = {"color": BLUE, "marker": "o", "lw": 1.5, "label": "held-out problem
 _TRAIN = {"color": ORANGE, "label": "train batches"}
 _RATIO = Panel("ratio π/μ of tokens", {"ratio/q50": {"color": ORANGE, "label": "median"}})
 _SIZE = Panel(LABELS["effective_sample_size"], {"effective_sample_size": {}}, (0, 1.02), 1)
-_ACCURACY = Panel("accuracy (share)", {"accuracy": _TRAIN, "evaluation/accuracy": _HELD_OUT}, (0, 1.02), is_smoothed=True)
+_ACCURACY = Panel(
+    "accuracy (share)", {"accuracy": _TRAIN, "evaluation/accuracy": _HELD_OUT}, (0, 1.02), is_smoothed=True
+)
 _TRAINING = (
     _ACCURACY,
     Panel("reward", {"reward": _TRAIN, "evaluation/reward": _HELD_OUT}, is_smoothed=True),
@@ -128,11 +130,17 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     totals = totals[~totals.index.str.endswith(("_tokens", "signal_completions"))]
     if totals.any():
         totals = totals[totals > 0]
-    lines = {}
+    left_out: dict[str, dict[str, dict[str, Any]]] = {"groups": {}, "rows": {}}  # lines of each unit, which has a panel
     for name, color in zip(totals.index, COLORS, strict=False):
-        lines[name] = {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
-    left_out = Panel("left out so far\n(groups, rows)", lines, (0, None), 0)
-    drawn, note = _with_content([left_out, _RATIO, _SIZE], rows)
+        reason = name.removeprefix(LEFT_OUT)
+        unit = "rows" if reason.startswith(("rows_", "rewards_")) else "groups"
+        left_out[unit][name] = {"color": color, "label": reason.replace("_", " ")}
+    panels = [
+        Panel(f"{unit} left out\nso far", lines, (0, None), 0)
+        for unit, lines in left_out.items()
+        if lines or unit == "groups"
+    ]
+    drawn, note = _with_content([*panels, _RATIO, _SIZE], rows)
     has_ages_panel = len(ages) > 1
     has_sources_panel = len(counts.columns) > 1
     figure, grid = _grid(len(drawn) + has_ages_panel + has_sources_panel, title)
