@@ -38,6 +38,12 @@ SYSTEMS = {  # in the chart
     "torch_shared": "hand-written PyTorch",
     "torch_shared:bfloat16": "hand-written PyTorch, bfloat16",
 }
+SHAPES = {  # titles in the chart
+    "a": "a, small decoder",
+    "b": "b, SmolLM2-135M",
+    "c": "c, long shared prompt",
+    "d": "d, uneven completions",
+}
 TIMES_OF = ("step", "generate", "update")  # the phases whose ratio to recjax is shown
 
 
@@ -252,21 +258,28 @@ def step_ratios(text: str) -> dict[tuple[str, str], tuple[float, float, float]]:
 
 
 def chart(ratios: dict[tuple[str, str], tuple[float, float, float]]) -> Figure:
-    """Bars of step times relative to recjax for the systems that the documentation compares."""
-    shown = [
-        (key, ratios[key]) for key in sorted(ratios, key=lambda key: (key[0], -ratios[key][0])) if key[1] in SYSTEMS
-    ]
-    figure = new_figure(6.8, 3.6, "")
-    axes = figure.subplots()
-    for place, ((_, system), (median, low, high)) in enumerate(shown):
-        color = COLORS[list(SYSTEMS).index(system)]
-        axes.barh(place, median, color=color, xerr=[[median - low], [high - median]], ecolor=GREY)
-        axes.annotate(f"{median:.2f}", (high, place), (5, 0), textcoords="offset points", va="center")
-    axes.axvline(1, color="black", lw=1)
-    axes.set_yticks(range(len(shown)), [f"{shape}: {SYSTEMS[system]}" for (shape, system), _ in shown])
-    axes.invert_yaxis()
-    axes.set(xlabel="step time relative to recjax (recjax = 1)", xlim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
+    """Bars of step times relative to recjax for the systems that the documentation compares, a panel a shape."""
+    by_shape: dict[str, list[str]] = {}
+    for shape, system in sorted(ratios, key=lambda key: (key[0], -ratios[key][0])):
+        if system in SYSTEMS:
+            by_shape.setdefault(shape, []).append(system)
+    counts = [len(systems) + 0.6 for systems in by_shape.values()]  # bars, and the space of a title
+    figure = new_figure(6.8, 1 + 0.33 * sum(counts), "")
+    panels = figure.subplots(len(by_shape), sharex=True, height_ratios=counts, squeeze=False)[:, 0]
+    for axes, (shape, systems) in zip(panels, by_shape.items(), strict=True):
+        for place, system in enumerate(systems):
+            median, low, high = ratios[shape, system]
+            color = COLORS[list(SYSTEMS).index(system)]
+            axes.barh(place, median, color=color, xerr=[[median - low], [high - median]], ecolor=GREY)
+            axes.annotate(f"{median:.2f}", (high, place), (5, 0), textcoords="offset points", va="center")
+        axes.axvline(1, color="black", lw=1)
+        axes.set_title(SHAPES.get(shape, f"shape {shape}"), loc="left", fontsize="medium")
+        axes.set_yticks(range(len(systems)), [SYSTEMS[system] for system in systems])
+        axes.set_ylim(len(systems) - 0.5, -0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    if by_shape:
+        panels[-1].set_xlim(0, None)
+        panels[-1].set_xlabel("step time relative to recjax (recjax = 1)")
     return figure
 
 

@@ -81,12 +81,17 @@ def trajectory() -> Figure:
 
 
 def room_imports(package: Path) -> collections.Counter:
-    """Numbers of imports from one room of the package to another."""
+    """Numbers of imports from one room of the package to another; imports for type checkers alone do not count."""
     counts = collections.Counter()
     for path in package.rglob("*.py"):
         room, *rest = path.relative_to(package).parts
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("recjax"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for_types = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                for_types.update(inner for statement in node.body for inner in ast.walk(statement))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node not in for_types and node.module.startswith("recjax"):
                 names = (
                     [f"{node.module}.{alias.name}" for alias in node.names]
                     if node.module == "recjax"

@@ -7,9 +7,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-IS_COMMAND = dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "").startswith("recjax.")
+_RUN_MODULE = dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m", "")
+IS_COMMAND = _RUN_MODULE.startswith("recjax.")
 if IS_COMMAND:
     from recjax.runtime.memory import prepare_host_memory
+    from recjax.runtime.usage import answer
+
+    answer(_RUN_MODULE.removeprefix("recjax."), sys.argv[1:])  # help needs none of the command's imports
 
     prepare_host_memory()  # JAX has not started threads yet
 

@@ -92,5 +92,5 @@ if __name__ == "__main__":
     flags.DEFINE_bool("adapters", False, "Write only the run's adapters, in PEFT's format.")
     flags.DEFINE_string("push", None, "Hub repository, OWNER/NAME, to upload the folder to; private unless --public.")
     flags.DEFINE_bool("public", False, "With --push: a new repository is public.")
-    flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of the weights; float32 is exact, the others round.")
+    flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of the weights: float32, which is exact, bfloat16 or float16.")
     start(main)

@@ -229,16 +229,21 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "distributions", 16, "Most combinations of temperature, top_k, top_p and min_p; each compiles programs.", 1
     )
-    flags.DEFINE_integer("max_body_bytes", 2**20, "Most bytes of a request's body.", lower_bound=1)
-    limit = "Time limit for a client to send its request, and to receive each piece of a reply."
-    flags.DEFINE_float("client_seconds", 60, limit, lower_bound=0.1)
+    flags.DEFINE_integer("max_body_bytes", 1_048_576, "Most bytes of a request's body.", lower_bound=1)
+    flags.DEFINE_float(
+        "client_seconds",
+        60,
+        "Time limit for a client to send its request, and to receive each piece of a reply.",
+        lower_bound=0.1,
+    )
     flags.DEFINE_integer("max_sessions", 1024, "Most active sessions.", lower_bound=1)
     flags.DEFINE_integer("seed", None, "Seed for requests without one; default: random at each start.", lower_bound=0)
     flags.DEFINE_bool("recording", True, "True to record all completions.")
     flags.DEFINE_string("record", None, "File or URL of the experience store; default: served/NAME.db.")
     flags.DEFINE_bool("record_prompts", True, "True to record prompts; training needs them.")
-    waits = "Seconds that a session waits for its reward after its last turn."
-    flags.DEFINE_float("reward_seconds", 3600, waits, lower_bound=0)
+    flags.DEFINE_float(
+        "reward_seconds", 3600, "Seconds that a session waits for its reward after its last turn.", lower_bound=0
+    )
     flags.DEFINE_float("keep_days", None, "Age in days at which completions are deleted.", lower_bound=0)
     flags.DEFINE_string("server_name", "", "Name of this server, if several servers record into one database.")
 

@@ -1,6 +1,7 @@
 """Trains a language model with off-policy group-relative REINFORCE.
 
     python -m recjax.train --config experiments/quickstart.yaml [key=value ...]
+    python -m recjax.train --help [KEY ...]
 
 `--config quickstart` also finds this example, without a checkout; `recjax --help` lists the examples.
 
@@ -9,6 +10,9 @@ Several processes, on one host or on many, train together if each gets the same 
 Overrides are dotted keys of the config with their values, such as optimizer.learning_rate=1e-6 or
 regime.sync_interval=20. The same command resumes an interrupted run. On SIGTERM, SIGHUP and Ctrl-C a run finishes its
 step, writes a checkpoint and exits with status 143, 129 or 130. --verbosity=0 shows log messages of libraries.
+
+--help KEY explains a key of the config, such as regime.sync_interval, or the keys of a block, such as regime.
+--help keys explains all. A part of a name finds the keys that contain it.
 """
 
 import json
@@ -22,6 +26,7 @@ from recjax.config import load_config
 from recjax.config.help import help_text
 from recjax.errors import UserError
 from recjax.runtime.console import command, define_process_flags, plain_console, start
+from recjax.runtime.usage import HELP
 from recjax.tasks.problems import question_of
 
 if TYPE_CHECKING:
@@ -139,6 +144,7 @@ def _samples(path: Path) -> list[dict]:
 
 
 if __name__ == "__main__":
-    if any("help" in argument for argument in sys.argv[1:]):  # only --help needs this text, which takes a moment
-        sys.modules["__main__"].__doc__ = f"{__doc__}\nThe keys of a config and their defaults:\n{help_text()}"
+    if HELP.intersection(sys.argv[1:2]):
+        print(help_text(sys.argv[2:]), end="")
+        sys.exit()
     start(main)

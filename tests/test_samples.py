@@ -71,6 +71,9 @@ def test_a_page_compares_runs_and_unfolds_trajectories(tmp_path):
     runs = [{"name": name, "about": "about", "rows": rows} for name in ("first", "second")]
     shown = displayed(tmp_path, runs)
     assert "first, step 2 · group" in shown and "second, step 2 · group" in shown and "pair" in shown
+    apart = [ROW | {"question": "3+3=", "step": 2}, ROW | {"question": "2+2=", "step": 5}]
+    shown = displayed(tmp_path, [runs[0], {"name": "third", "about": "about", "rows": apart}])
+    assert "third, step 5 · group" in shown and "third, step 2 · group" not in shown
     turns = {"turns": [1, 2], "turn_rewards": [0.25, 0.5], "contexts": {"1": "cut"}, "chosen": [1, 1]}
     script = "document.querySelector('article button').click()"
     shown = displayed(tmp_path, [{"name": "run", "about": "about", "rows": [ROW | turns]}], script)

@@ -3,11 +3,15 @@
 Needs `pip install -e ".[docs]"` and Chromium: Debian's package chromium, or `playwright install chromium`.
 """
 
+import html
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -89,6 +93,34 @@ def visit(page, path):
     """Opens a file, and waits until it is drawn."""
     page.goto(path.as_uri())
     page.evaluate(IS_DRAWN)
+
+
+def test_links_lead_somewhere(site):
+    anchors, dead = {}, []
+    for page in site.rglob("index.html"):
+        text = page.read_text(encoding="utf-8")
+        anchors[page] = set(re.findall(r'\bid="([^"]*)"', text))
+    for page in anchors:
+        for link in set(re.findall(r'(?:href|src)="([^"]*)"', page.read_text(encoding="utf-8"))):
+            address = urlsplit(html.unescape(link))
+            if address.scheme or address.netloc:
+                continue
+            target = (page.parent / unquote(address.path)).resolve() if address.path else page
+            if target.is_dir():
+                target /= "index.html"
+            known = anchors.get(target, {unquote(address.fragment)})
+            if not target.is_file() or (address.fragment and unquote(address.fragment) not in known):
+                dead.append(f"{page.parent.relative_to(site)}: {link}")
+    assert not dead, "\n".join(dead)
+
+
+def test_search_knows_parts_of_keys_and_prefers_reference(site):
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    words = re.split(index["config"]["separator"], "experience.replay={draw_every: 3}")
+    assert {"experience", "replay", "draw", "every"} <= set(words)
+    boosts = {entry["location"].partition("/")[0]: entry["boost"] for entry in index["docs"]}
+    assert boosts["configuration"] == max(boosts.values())
+    assert boosts["api"] == min(boosts.values())
 
 
 @pytest.mark.parametrize("width", [LAPTOP, PHONE])

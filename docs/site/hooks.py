@@ -7,6 +7,7 @@ import html
 import io
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -14,16 +15,28 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.mathtext import MathTextParser
 from mkdocs.structure.files import File
 
+from recjax.runtime.usage import command_file, flags_of
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "tutorials/quickstart.ipynb"
 PROJECT = {name: name.lower() for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
+# Pages that a search shows first (what one looks up and where one begins), and last (modules, changes).
+BOOSTS = {"configuration.md": 30, "objectives.md": 15, "metrics.md": 8, "quickstart.md": 4, "changelog.md": 0.5}
+MODULES_BOOST = 0.2
+HOME = "Off-policy RL for language models in JAX"
+DESCRIPTION = 160  # characters, which search engines show
 # [text](../recjax/training/loop.py#L3), or ../../ in a folder of docs/: out of docs/, into the repository.
 _OUT = re.compile(r"\]\((?:\.\./)+([\w./-]+)")
+# [text](tests/tiny.py): a link in a file at the repository's root, without an address and not within the page.
+_FROM_ROOT = re.compile(r"\]\((?!#|\w+:)")
 # A line of docs/api.md names a module, which gets a page.
 _MODULE = re.compile(r"^- \[([\w.]+)\]\(\.\./([\w/]+\.py)\)$", re.M)
 # What arithmatex makes of $$…$$ and $…$.
 _EQUATION = re.compile(r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.S)
 _TABLE = re.compile(r"<table>.*?</table>", re.S)
+# The sign with which a cell of a verdict begins (SIGNS of experiments/claims/verdicts.py), and the class of the cell.
+VERDICTS = {"✓": "for", "(✓)": "for", "▲": "for", "✗": "against", "▼": "against", "○": "open", "◇": "open", "≈": "open"}
+_VERDICT = re.compile(f"<td>({'|'.join(map(re.escape, VERDICTS))})(?= |</td>)")
 _NAME = re.compile(r"<code>[\w.…]{20,}</code>")
 
 
@@ -45,7 +58,7 @@ def on_files(files, config):
     """Adds the notebook, the files of the project, and every file of the repository that a page links to."""
     for name, page in PROJECT.items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        text = re.sub(r"\]\((SECURITY|CONTRIBUTING).md", lambda link: f"]({link[1].lower()}.md", text)
+        text = _FROM_ROOT.sub("](../", text).replace("](../docs/", "](")
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "cli.md", content=commands_page()))
     for name, _ in modules():
@@ -57,8 +70,13 @@ def on_files(files, config):
     pages = [file.content_string for file in files.documentation_pages()]
     for path in sorted({path for page in pages for path in _OUT.findall(page)}):
         if (ROOT / path).is_file():  # a link to what is not there stays as it is, and a strict build refuses it
-            files.append(File.generated(config, f"source/{path}.txt", abs_src_path=str(ROOT / path)))
+            files.append(File.generated(config, copy_of(path), abs_src_path=str(ROOT / path)))
     return files
+
+
+def copy_of(path: str) -> str:
+    """The place on the site of a file of the repository; a site has no names that begin with a dot."""
+    return f"source/{path.lstrip('.')}.txt"
 
 
 def commands_page() -> str:
@@ -66,24 +84,17 @@ def commands_page() -> str:
     parts = ["# Command line\n\nEvery command prints this text with `--help`."]
     folder = ROOT / "recjax"
     # A command is a module, or __main__ of a room, which has the command's name.
-    files = {path.stem: path for path in folder.glob("*.py")} | {
-        path.parent.name: path for path in folder.glob("*/__main__.py")
-    }
-    for name, path in sorted(files.items()):
-        if "\n    start(main)\n" not in (source := path.read_text(encoding="utf-8")):
+    names = [path.stem for path in folder.glob("*.py")] + [path.parent.name for path in folder.glob("*/__main__.py")]
+    for name in sorted(names):
+        path = command_file(name)
+        if path is None:
             continue
-        tree = ast.parse(source)
-        rows = [
-            tuple(map(ast.literal_eval, call.args[:3:2]))
-            for call in ast.walk(tree)
-            if isinstance(call, ast.Call) and getattr(call.func, "attr", "").startswith("DEFINE_")
-            if all(isinstance(each, ast.Constant) for each in call.args[:3:2])
-        ]
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         # Four blanks begin a block of code in a docstring, as in Markdown; brackets in other lines are no links.
-        usage = re.sub(r"^(?! {4}).*", lambda line: line[0].replace("[", r"\["), ast.get_docstring(tree), flags=re.M)
+        usage = re.sub(r"^(?! {4}).*", lambda line: line[0].replace("[", r"\["), docstring, flags=re.M)
         parts.append(f"## recjax.{name}\n\n{usage}")
-        if rows:
-            lines = [f"| `--{flag}` | {text} |" for flag, text in rows]
+        lines = [f"| `--{flag.name}` | {flag.meaning} |" for flag in flags_of(path)]
+        if lines:
             parts.append("\n".join(["| flag | meaning |", "|---|---|", *lines]))
     return "\n\n".join(parts) + "\n"
 
@@ -109,7 +120,12 @@ def notebook_page(text: str) -> tuple[str, dict[str, bytes]]:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Points links out of docs/ at the pages or copies that stand for them."""
+    """Points links out of docs/ at the pages or copies that stand for them, and says what a search should know."""
+    if page.file.src_uri == "index.md":
+        page.meta["title"] = HOME
+    page.meta["description"] = description(markdown) or config["site_description"]
+    boost = MODULES_BOOST if page.file.src_uri.startswith("api/") else BOOSTS.get(page.file.src_uri, 1)
+    page.meta["search"] = {"boost": boost}
     markdown = markdown.replace("quickstart.ipynb)", "quickstart.md)")
     if page.file.src_uri == "api.md":
         markdown = _MODULE.sub(described, markdown)
@@ -118,10 +134,19 @@ def on_page_markdown(markdown, page, config, files):
     def copied(link: re.Match) -> str:
         if link[1] in PROJECT:
             return f"]({up}{PROJECT[link[1]]}"
-        name = f"source/{link[1]}.txt"
+        name = copy_of(link[1])
         return f"]({up}{name}" if files.get_file_from_path(name) else link[0]
 
     return _OUT.sub(copied, markdown)
+
+
+def description(markdown: str) -> str:
+    """The first paragraph of words, as plain text that ends with a word."""
+    for paragraph in markdown.split("\n\n"):
+        if re.match(r"[\w*\[`]", paragraph):
+            words = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`$]", r"\1", " ".join(paragraph.split()))
+            return textwrap.shorten(words, DESCRIPTION, placeholder=" …")
+    return ""
 
 
 def described(line: re.Match) -> str:
@@ -134,6 +159,7 @@ def on_page_content(content, page, config, files):
     """Draws equations, lets names in wide tables break, and marks drawn tables, whose lines must not wrap."""
     content = _EQUATION.sub(equation, content)
     content = _TABLE.sub(breakable, content)
+    content = _VERDICT.sub(lambda cell: f'<td class="verdict-{VERDICTS[cell[1]]}">{cell[1]}', content)
     return re.sub(
         r'<div class="([^"]*\bhighlight)">(?=(?:(?!</div>).)*[│┃])', r'<div class="\1 drawn">', content, flags=re.S
     )

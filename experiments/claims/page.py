@@ -31,11 +31,13 @@ from experiments.claims.staleness import (
 )
 from experiments.claims.verdicts import (
     REGIMES,
+    SIGNS,
     Claim,
     as_json,
     chance_text,
     check_starts,
     claims,
+    legend,
     mean_over_steps,
     surviving,
 )
@@ -153,6 +155,7 @@ def verdicts_table(tables: dict[str, pd.DataFrame]) -> str:
     found |= {name: map_page.claims(readings[name]) for name in shown}
     found |= {name: real_model.claims(real_model.main_runs(tables[name])) for name in REAL_MODEL}
     rows = []
+    shown_words = []
     for name, claim in claims(tables["grid"]).items():
         verdicts = []
         for source, of_source in found.items():
@@ -160,13 +163,15 @@ def verdicts_table(tables: dict[str, pd.DataFrame]) -> str:
             if source == "checks" and words == "holds" and name not in survivors:
                 words = "holds alone"
             verdicts.append(words)
+        shown_words += verdicts
         text = found[shown[0]][name].text if name in found[shown[0]] else f"{claim.text} At 3e-4: {claim.verdict}."
-        rows.append([name, text, *verdicts])
+        rows.append([name, text, *(SIGNS.get(words, words) for words in verdicts)])
     header = []
     if "checks" in found:
         header.append(f"each at its best rate, {tables['checks']['seed'].nunique()} seeds")
     header += [map_page.READINGS[name].format(edge=map_page.edge_rate(tables["map"])) for name in shown]
-    return markdown_table(["", "claim", *header, "SmolLM2", "SmolLM2, harder task"], rows)
+    table = markdown_table(["", "claim", *header, "SmolLM2", "SmolLM2, harder task"], rows)
+    return f"{table}\n{legend(shown_words)}\n"
 
 
 def whole_seeds(table: pd.DataFrame) -> dict[str, pd.DataFrame]:

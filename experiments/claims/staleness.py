@@ -3,16 +3,19 @@
 import numpy as np
 import pandas as pd
 import scipy
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from recjax.analysis.collect import axes_of
-from recjax.analysis.compare import final
+from recjax.analysis.compare import final, paired_seeds
+from recjax.analysis.statistics import Estimate, estimate
 from recjax.plots.curves import STYLES
 from recjax.plots.style import COLORS, LABELS, add_legend, finish, new_figure, plain_ticks
 
 INTERVALS = {"on_policy": 1, "interval_5": 5, "interval_20": 20, "interval_50": 50, "interval_100": 100}
 EARLY = 50  # optimizer steps whose diagnostics are held against the end of the run
 PREDICTORS = ("effective_sample_size", "ratio/q99", "ratio/q01", "behavior_kl/k3", "entropy")
+BASE = "reinforce"
 KEPT = 0.5  # an algorithm survives an interval if it keeps this share of its own on-policy gain
 
 
@@ -53,21 +56,51 @@ def rank_correlations(runs: pd.DataFrame) -> pd.Series:
     return pd.Series({name: float(scipy.stats.spearmanr(runs[name], runs["gain"]).statistic) for name in PREDICTORS})
 
 
+def leads(table: pd.DataFrame) -> dict[str, dict[int, Estimate]]:
+    """Final accuracy minus REINFORCE's with the same seed and sync_interval, of each algorithm by sync_interval.
+
+    A single seed has no spread.
+    """
+    ends = final(table)
+    found = {}
+    for algorithm in accuracy_by_interval(table).index:
+        if algorithm == BASE:
+            continue
+        found[algorithm] = {}
+        for regime, interval in INTERVALS.items():
+            differences = paired_seeds(ends, "algorithm", algorithm, BASE, regime=[regime])
+            if len(differences) > 1:
+                found[algorithm][interval] = estimate(differences)
+            else:
+                mean = float(differences.mean())
+                found[algorithm][interval] = Estimate(mean, mean, mean, 1)
+    return found
+
+
+def draw_leads(axes: Axes, found: dict[str, dict[int, Estimate]], names: dict[str, str]) -> None:
+    """A line an algorithm: means with their spread, next to each other so that equal lines do not hide each other."""
+    places = np.arange(len(INTERVALS))
+    width = 0.6 / len(found)
+    for index, (algorithm, estimates) in enumerate(found.items()):
+        at = places + (index - (len(found) - 1) / 2) * width
+        line = {"color": COLORS[index % len(COLORS)], "ls": STYLES[index // len(COLORS)], "marker": "o", "ms": 4}
+        means = [each.mean for each in estimates.values()]
+        axes.plot(at, means, label=names.get(algorithm, algorithm), lw=1.2, **line)
+        lows = [each.low for each in estimates.values()]
+        highs = [each.high for each in estimates.values()]
+        axes.vlines(at, lows, highs, color=line["color"], lw=0.8)
+    axes.axhline(0, color="grey", lw=0.8)
+    axes.set_xticks(places, [str(interval) for interval in INTERVALS.values()])
+    axes.set_xlabel("sync_interval m (optimizer steps)")
+    axes.set_ylabel(f"final held-out accuracy\nminus {names.get(BASE, BASE)}'s (share)")
+
+
 def draw_staleness(table: pd.DataFrame, names: dict[str, str]) -> Figure:
-    """Final accuracy over sync_interval, a line an algorithm; and gain over each early diagnostic, a dot a run."""
-    ends, runs, correlations = accuracy_by_interval(table), foretelling(table), rank_correlations(foretelling(table))
+    """Each algorithm's lead over REINFORCE by sync_interval; and gain over each early diagnostic, a dot a run."""
+    runs, correlations = foretelling(table), rank_correlations(foretelling(table))
     figure = new_figure(7, 13, "")
     panels = figure.subplot_mosaic("AA;BC;DE;FG", height_ratios=[5, 3, 3, 3])
-    places = np.arange(len(ends.columns) - 1)
-    for index, (algorithm, values) in enumerate(ends.iterrows()):
-        line = {"color": COLORS[index % len(COLORS)], "ls": STYLES[index // len(COLORS)], "marker": "o", "ms": 4}
-        panels["A"].plot(places, values.drop(0), label=names.get(algorithm, algorithm), **line)
-    panels["A"].axhline(ends[0].iloc[0], color="grey", lw=0.8, ls=":")
-    panels["A"].annotate("before training", (0, ends[0].iloc[0]), color="grey", va="top")
-    panels["A"].set_xticks(places, [str(m) for m in ends.columns if m])
-    panels["A"].set(
-        xlabel="sync_interval m (optimizer steps)", ylabel="final held-out accuracy (share)", ylim=(0, 1.02)
-    )
+    draw_leads(panels["A"], leads(table), names)
     add_legend(figure, *panels["A"].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     for place, name in zip("BCDEF", PREDICTORS, strict=True):
         axes = panels[place]

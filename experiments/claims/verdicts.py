@@ -5,7 +5,7 @@ fewer seeds than a verdict needs, a check only says whether every seed agrees. T
 down before the grid was run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -119,6 +119,17 @@ class Check(NamedTuple):
         return f"{self.outcome} in each of {self.found.count} seeds"
 
 
+# Tables have a sign for each verdict, which docs/site/hooks.py tints, and a line that says what the signs mean.
+SIGNS = {
+    "holds": "✓",
+    "holds alone": "(✓)",
+    "does not hold here": "✗",
+    "not visible at this scale": "○",
+    "no difference": "≈",
+    "seen in every seed": "▲",
+    "contrary in every seed": "▼",
+    "differs by seed": "◇",
+}
 LEVEL = 0.025  # largest one-sided p-value of a check that holds, after Holm's correction
 
 
@@ -167,6 +178,12 @@ class Claim(NamedTuple):
         if "contrary" in outcomes:
             return words[0]
         return words[1] if outcomes == {"as claimed"} else words[2]
+
+
+def legend(words: Iterable[str]) -> str:
+    """What the signs of a table mean, of those verdicts that occur in it."""
+    shown = set(words)
+    return ", ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items() if verdict in shown) + "."
 
 
 def compare(

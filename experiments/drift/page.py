@@ -14,11 +14,13 @@ from matplotlib.figure import Figure
 
 from experiments.claims.markdown import markdown_table
 from experiments.claims.verdicts import (
+    SIGNS,
     Check,
     Claim,
     chance_text,
     check_starts,
     fallen,
+    legend,
     mean_over_steps,
     surviving,
 )
@@ -231,6 +233,7 @@ def verdicts_table(found: Mapping[str, Found]) -> str:
     ]
     surviving = {task: corrected(of_task) for task, of_task in found.items()}
     rows = []
+    shown = []
     for check in plan.CHECKS:
         cells = []
         for task, setup, cause in columns:
@@ -238,12 +241,15 @@ def verdicts_table(found: Mapping[str, Found]) -> str:
             made = found[task].get(place)
             is_planned = place in found[task]
             text = verdict(made, place in surviving[task]) if is_planned else "–"
-            mean = f"{made.found.mean:+.3f}".replace("-", "−") if made else ""
-            cells.append(f"{mean}, {text}" if made else text)
+            shown.append(text)
+            if made:
+                mean = f"{made.found.mean:+.3f}".replace("-", "−")
+                text = f"{SIGNS.get(text, text)} {mean}"
+            cells.append(text)
         if set(cells) != {"–"}:
             rows.append([check_name(check["first"], check["second"]), claimed(check), *cells])
     header = [f"{TASKS[task]}: {CAUSES[cause]}" for task, _, cause in columns]
-    return markdown_table(["difference", "expected", *header], rows)
+    return f"{markdown_table(['difference', 'expected', *header], rows)}\n{legend(shown)}"
 
 
 def checks_table(task: str, setup: str, found: Mapping[str, Found]) -> str:

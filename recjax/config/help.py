@@ -1,8 +1,10 @@
 """Every key of a config with the values it takes, its default and its meaning: for readers, and for editors."""
 
+import difflib
 import inspect
+import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from recjax.algorithms.catalog import FIELD, PAPER
@@ -48,15 +50,34 @@ def sections(block: type[ConfigBlock] = Config, name: str = "", note: str = "") 
         yield from sections(*inner)
 
 
-def help_text() -> str:
-    """For a terminal."""
+def help_text(names: Sequence[str]) -> str:
+    """Keys for a terminal, below the meaning of their blocks.
+
+    Args:
+        names: keys, blocks, or parts of keys' names; "keys" is every key.
+    Raises:
+        SystemExit: a name is none of these; the message has the nearest keys.
+    """
+    known = {key.name for _, _, keys in sections() for key in keys}
+    chosen = set()
+    for name in names:
+        found = {key for key in known if name == "keys" or key == name or key.startswith(f"{name}.")}
+        found = found or {key for key in known if name in key}
+        if not found:
+            parts = difflib.get_close_matches(name.rpartition(".")[2], {key.rpartition(".")[2] for key in known})
+            near = sorted(key for key in known if key.rpartition(".")[2] in parts[:1])
+            advice = f"did you mean {' or '.join(near)}?" if near else "--help keys shows all"
+            sys.exit(f"error: {name!r} is no key of a config; {advice}")
+        chosen |= found
     lines = []
     for name, meaning, keys in sections():
-        lines += ["", f"{name}: {meaning}" if name else meaning]
-        for key in keys:
+        shown = [key for key in keys if key.name in chosen]
+        if shown:
+            lines += ["", f"{name}: {meaning}" if name else meaning]
+        for key in shown:
             indent = {"initial_indent": "      ", "subsequent_indent": "      "}
             lines += [f"  {key.name} = {key.default}  ({key.takes})", *textwrap.wrap(key.meaning, 110, **indent)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).lstrip() + "\n"
 
 
 # Texts that the scalars of a config may be, because YAML keeps `1_000` and `yes` as texts; see `fields`.

@@ -39,22 +39,27 @@ class Panel(NamedTuple):
     lines: options of matplotlib for the line of each metric.
     limits: ends of the y axis; an end that is None follows the values.
     dull: the panel is skipped if all values equal this number, up to rounding; None: only if it has no values.
+    is_smoothed: True draws means over several steps. A metric that rises and falls with the age of the samples has a
+        line through every step: a mean over part of its period would be a curve that no step has.
     """
 
     name: str
     lines: dict[str, dict[str, Any]]
     limits: tuple[float | None, float | None] = (None, None)
     dull: int | None = None
+    is_smoothed: bool = False
 
 
 _HELD_OUT = {"color": BLUE, "marker": "o", "lw": 1.5, "label": "held-out problems"}
 _TRAIN = {"color": ORANGE, "label": "train batches"}
 _RATIO = Panel("ratio π/μ of tokens", {"ratio/q50": {"color": ORANGE, "label": "median"}})
 _SIZE = Panel(LABELS["effective_sample_size"], {"effective_sample_size": {}}, (0, 1.02), 1)
-_ACCURACY = Panel("accuracy (share)", {"accuracy": _TRAIN, "evaluation/accuracy": _HELD_OUT}, (0, 1.02))
+_ACCURACY = Panel(
+    "accuracy (share)", {"accuracy": _TRAIN, "evaluation/accuracy": _HELD_OUT}, (0, 1.02), is_smoothed=True
+)
 _TRAINING = (
     _ACCURACY,
-    Panel("reward", {"reward": _TRAIN, "evaluation/reward": _HELD_OUT}),
+    Panel("reward", {"reward": _TRAIN, "evaluation/reward": _HELD_OUT}, is_smoothed=True),
     _RATIO,
     _SIZE,
     Panel(
@@ -68,7 +73,7 @@ _TRAINING = (
     ),
     Panel(LABELS["staleness"], {"staleness": {}}, (0, None), 0),
     Panel(LABELS["behavior_kl/k3"], {"behavior_kl/k3": {}}, (0, None), 0),
-    Panel(LABELS["entropy"], {"entropy": {}}, (0, None), 0),
+    Panel(LABELS["entropy"], {"entropy": {}}, (0, None), 0, is_smoothed=True),
 )
 
 
@@ -101,6 +106,9 @@ def training_figure(rows: Rows, title: str, signs: Mapping[str, int] | None = No
         _draw_panel(axes, panel, rows)
         for step in signs.values():
             axes.axvline(step, color=GREY, ls=":", lw=1.5, label="_sign")
+    smoothed = [panel.name.partition("\n")[0].partition(" (")[0] for panel in drawn if panel.is_smoothed]
+    if smoothed and _window(rows) > 1:
+        note.insert(0, f"{', '.join(smoothed)}: mean over {_window(rows)} steps; band: their lowest and highest value")
     return finish(_with_words(figure, ["optimizer step", *note]))
 
 
@@ -122,11 +130,17 @@ def draw_experience(rows: Rows, title: str, path: Path) -> None:
     totals = totals[~totals.index.str.endswith(("_tokens", "signal_completions"))]
     if totals.any():
         totals = totals[totals > 0]
-    lines = {}
+    left_out: dict[str, dict[str, dict[str, Any]]] = {"groups": {}, "rows": {}}  # lines of each unit, which has a panel
     for name, color in zip(totals.index, COLORS, strict=False):
-        lines[name] = {"color": color, "label": name.removeprefix(LEFT_OUT).replace("_", " ")}
-    left_out = Panel("left out so far\n(groups, rows)", lines, (0, None), 0)
-    drawn, note = _with_content([left_out, _RATIO, _SIZE], rows)
+        reason = name.removeprefix(LEFT_OUT)
+        unit = "rows" if reason.startswith(("rows_", "rewards_")) else "groups"
+        left_out[unit][name] = {"color": color, "label": reason.replace("_", " ")}
+    panels = [
+        Panel(f"{unit} left out\nso far", lines, (0, None), 0)
+        for unit, lines in left_out.items()
+        if lines or unit == "groups"
+    ]
+    drawn, note = _with_content([*panels, _RATIO, _SIZE], rows)
     has_ages_panel = len(ages) > 1
     has_sources_panel = len(counts.columns) > 1
     figure, grid = _grid(len(drawn) + has_ages_panel + has_sources_panel, title)
@@ -190,7 +204,7 @@ def _with_words(figure: Figure, note: Sequence[str]) -> Figure:
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
-    """Draws means over a fiftieth of the steps, with bands from the lowest to the highest value."""
+    """Draws the values, or their means over `_window` steps with bands from the lowest to the highest value."""
     if panel is _RATIO:
         _draw_band(axes, [row for row in rows if "ratio/q01" in row and "ratio/q99" in row])
     for name, options in panel.lines.items():
@@ -199,7 +213,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
             continue
         steps = _series(known, "step")
         values = pd.Series(_series(known, name), dtype=float)
-        window = values.rolling(max(1, len(known) // 50), 1, center=True)
+        window = values.rolling(_window(known) if panel.is_smoothed else 1, 1, center=True)
         style: dict[str, Any] = {"color": BLUE, "lw": 1.2, "marker": ""}
         if len(known) == 1:
             style["marker"] = "o"
@@ -211,6 +225,11 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     few_ticks(axes.xaxis)
     if axes.get_legend_handles_labels()[0]:
         add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.5)
+
+
+def _window(rows: Rows) -> int:
+    """Steps of a smoothed value: a fiftieth of all."""
+    return max(1, len(rows) // 50)
 
 
 def _draw_sources(axes: Axes, steps: Sequence[float], counts: pd.DataFrame) -> None:

@@ -242,9 +242,7 @@ def test_the_page_renders_from_a_small_table(tmp_path):
     page.write_page(small_tables(), tmp_path, tmp_path)
     texts = [(tmp_path / name).read_text(encoding="utf-8") for name in ("drift.md", "README.md")]
     assert not any("{{" in text for text in texts)
-    assert (
-        "| clip − REINFORCE | higher than 0 | +0.300, holds | not run | not run | +0.000, no difference |" in texts[0]
-    )
+    assert "| clip − REINFORCE | higher than 0 | ✓ +0.300 | not run | not run | ≈ +0.000 |" in texts[0]
     assert "| clip − REINFORCE | age 20 | higher than 0 | +0.300 (+0.300 to +0.300) |" in texts[1]
     assert {path.name for path in (tmp_path / "drift").iterdir()} == {"sums.png", "gradients.png"}
 

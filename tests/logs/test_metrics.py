@@ -81,6 +81,14 @@ def drawn(monkeypatch, draw, changes: list[dict], path: Path, *signs) -> dict[st
     return panels | {"title": figure.get_suptitle(), "note": figure.get_supxlabel()}
 
 
+def test_staleness_is_drawn_as_it_is(monkeypatch, tmp_path):
+    ages = [float(step % 20) for step in range(240)]
+    panels = drawn(monkeypatch, draw_training, [FAR | {"staleness": age} for age in ages], tmp_path)
+    (line,) = panels["staleness"].get_lines()
+    assert list(line.get_ydata()) == ages
+    assert "entropy of π: mean over 4 steps" in panels["note"]
+
+
 def test_panels_without_content_are_left_out_and_named(monkeypatch, tmp_path):
     panels = drawn(monkeypatch, draw_training, [{"reward": 0.5}, {"reward": 0.75}], tmp_path)
     assert [*panels] == ["accuracy (share)", "reward", "ratio π/μ of tokens", "entropy of π", "title", "note"]
@@ -100,9 +108,10 @@ def test_panels_without_content_are_left_out_and_named(monkeypatch, tmp_path):
         ({}, ["rows of the batch"], ["unknown: ", "staleness in all steps: 0"]),
         ({"source_rows": {"store": 4}}, [], ["source of all rows: store"]),
         ({"staleness_rows": {"0": 2, "3": 2}}, ["rows with a known", "rows of the batch"], ["unknown: "]),
-        (FAR | {"ratio/q50": 1.0}, ["ratio π/μ of tokens", "effective sample size"], ["unknown: left out so far"]),
-        ({"experience/left_out/stale": 3, "experience/left_out/no_signal_tokens": 90}, ["left out so far"], []),
-        ({"experience/left_out/stale": 0, "experience/left_out/capacity": 0}, [], ["0 in all steps: left out so far"]),
+        (FAR | {"ratio/q50": 1.0}, ["ratio π/μ of tokens", "effective sample size"], ["unknown: groups left out"]),
+        ({"experience/left_out/stale": 3, "experience/left_out/no_signal_tokens": 90}, ["groups left out"], []),
+        ({"experience/left_out/rewards_too_late": 3}, ["rows left out"], ["unknown: groups left out"]),
+        ({"experience/left_out/stale": 0, "experience/left_out/capacity": 0}, [], ["0 in all steps: groups left out"]),
     ],
 )
 def test_the_picture_of_experience_has_only_panels_with_content(monkeypatch, tmp_path, changes, shown, note):
@@ -112,8 +121,8 @@ def test_the_picture_of_experience_has_only_panels_with_content(monkeypatch, tmp
     missing = [name for name in shown if name not in panels]
     assert not missing and not [words for words in note if words not in panels["note"]]
     assert ("rows of the batch" in panels) == ("source_rows" not in changes)
-    if "left out so far" in shown:  # tokens are no groups
-        assert [line.get_label() for line in panels["left out so far"].lines] == ["stale"]
+    if "groups left out" in shown:  # tokens are no groups
+        assert [line.get_label() for line in panels["groups left out"].lines] == ["stale"]
 
 
 def test_a_single_batch_of_two_sources_is_visible(monkeypatch, tmp_path):
