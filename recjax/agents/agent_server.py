@@ -45,7 +45,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
     def __init__(self) -> None:
         """Does not listen yet."""
         self._policies: dict[str, Chatting] = {}  # by key
-        self._written: dict[Chatting, dict[str, str]] = {}  # texts of replies with calls, by `_call_key`
+        self._written: dict[Chatting, dict[str, str]] = {}  # texts of replies with calls, by `call_key`
         self._server: Any = None
         self._serving: asyncio.Task | None = None
         self._address = ""
@@ -117,7 +117,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
         completion = chat_completion(reply, body.get("model", "policy"), bool(body.get("tools")))
         message = completion["choices"][0]["message"]
         if "tool_calls" in message:
-            self._written.setdefault(policy, {})[_call_key(message)] = reply.text
+            self._written.setdefault(policy, {})[call_key(message)] = reply.text
         return JSONResponse(completion)
 
 
@@ -157,21 +157,21 @@ def as_written(messages: Any, written: Mapping[str, str]) -> Any:
     Rendered from its calls, such a reply could have other tokens than the sampled ones.
 
     Args:
-        written: texts of earlier replies, by `_call_key` of their messages.
+        written: texts of earlier replies, by `call_key` of their messages.
     """
     if not written or not isinstance(messages, list):
         return messages
     texts = []
     for message in messages:
         if isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("tool_calls"):
-            text = written.get(_call_key(message))
+            text = written.get(call_key(message))
             if text is not None:
                 message = {"role": "assistant", "content": text}
         texts.append(message)
     return texts
 
 
-def _call_key(message: Mapping[str, Any]) -> str:
+def call_key(message: Mapping[str, Any]) -> str:
     """What identifies a reply with calls: its content, and the calls with their ids, which occur once."""
     calls = []
     for call in message["tool_calls"]:

@@ -63,13 +63,15 @@ class TextEnvironment:
                 "task.gymnasium.name", f"its observations are arrays, {space}", "wrap it as texts", value=block.name
             )
         self._first = 0
-        self._words: list[str] = []  # lower-case words of the actions; none for a space of texts
+        self._shown: list[str] = []  # words of the actions; none for a space of texts
+        self._words: list[str] = []  # the same in lower case
         actions = self._environment.action_space
         if isinstance(actions, spaces.Discrete):
             self._first = int(actions.start)
-            self._words = [word.lower() for word in block.actions]
-            if not self._words:
-                self._words = [str(self._first + number) for number in range(int(actions.n))]
+            self._shown = list(block.actions)
+            if not self._shown:
+                self._shown = [str(self._first + number) for number in range(int(actions.n))]
+            self._words = [word.lower() for word in self._shown]
             if len(self._words) != actions.n or len(set(self._words)) < len(self._words):
                 raise UserError(
                     "task.gymnasium.actions",
@@ -109,7 +111,7 @@ class TextEnvironment:
         if self._words:
             found = self._pattern.findall(action.lower())
             if not found:
-                return self._after_reply(f"Choose one of: {', '.join(self._words)}"), 0.0, False, False, {}
+                return self._after_reply(f"Choose one of: {', '.join(self._shown)}"), 0.0, False, False, {}
             chosen = self._first + self._words.index(found[-1])
         observation, reward, terminated, truncated, info = self._environment.step(chosen)
         text = self._after_reply(self._text(observation))
