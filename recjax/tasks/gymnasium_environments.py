@@ -37,7 +37,8 @@ class TextEnvironment:
             UserError: gymnasium or the environment is missing, or its observations or actions are no text.
         """
         if importlib.util.find_spec("gymnasium") is None:
-            raise UserError("task.gymnasium", "needs the package gymnasium", _INSTALL, value=block.name)
+            cause = ModuleNotFoundError("gymnasium")
+            raise UserError("task.gymnasium", "needs the package gymnasium", _INSTALL, value=block.name) from cause
         gymnasium: Any = importlib.import_module("gymnasium")
         self._block = block
         self._seed = seed
