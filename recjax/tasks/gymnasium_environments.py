@@ -55,42 +55,16 @@ class TextEnvironment:
                 "correct the name or task.gymnasium.options; module:NAME imports a module that registers NAME",
                 value=block.name,
             ) from error
-        spaces = gymnasium.spaces
-        self._is_text = isinstance(self._environment.observation_space, spaces.Text)
-        self._renders = options.get("render_mode") == "ansi" and not self._is_text
         space = self._environment.observation_space
-        if isinstance(space, spaces.Box) and len(space.shape) > 1 and not self._renders:
+        self._is_text = isinstance(space, gymnasium.spaces.Text)
+        self._renders = options.get("render_mode") == "ansi" and not self._is_text
+        if isinstance(space, gymnasium.spaces.Box) and len(space.shape) > 1 and not self._renders:
             raise UserError(
                 "task.gymnasium.name", f"its observations are arrays, {space}", "wrap it as texts", value=block.name
             )
-        self._first = 0
-        self._shown: list[str] = []  # words of the actions; none for a space of texts
-        self._words: list[str] = []  # the same in lower case
-        actions = self._environment.action_space
-        if isinstance(actions, spaces.Discrete):
-            self._first = int(actions.start)
-            self._shown = list(block.actions)
-            if not self._shown:
-                self._shown = [str(self._first + number) for number in range(int(actions.n))]
-            self._words = [word.lower() for word in self._shown]
-            if len(self._words) != actions.n or len(set(self._words)) < len(self._words):
-                raise UserError(
-                    "task.gymnasium.actions",
-                    f"the environment has {actions.n} actions",
-                    "give each a word of its own",
-                    value=block.actions,
-                )
-        elif not isinstance(actions, spaces.Text):
-            raise UserError(
-                "task.gymnasium.name",
-                f"its actions are {actions}, and a reply is a text or one of a Discrete space",
-                "wrap the environment",
-                value=block.name,
-            )
-        elif block.actions:
-            raise UserError(
-                "task.gymnasium.actions", "the environment takes texts", "remove this key", value=block.actions
-            )
+        # Words of the actions, the number of the first action, and the pattern that finds a word in a reply.
+        self._shown, self._first = _action_words(block, self._environment.action_space)
+        self._words = [word.lower() for word in self._shown]
         longest_first = sorted(self._words, key=len, reverse=True)
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
@@ -137,6 +111,40 @@ class TextEnvironment:
             return str(observation)
         drawn = _COLORED.sub(r"[\1]", str(self._environment.render()))
         return _CODE.sub("", drawn).strip()
+
+
+def _action_words(block: GymnasiumTask, space: Any) -> tuple[list[str], int]:
+    """The words of a Discrete space's actions and the number of its first; no words for a space of texts.
+
+    Raises:
+        UserError: the space has other actions, or not one word for each.
+    """
+    gymnasium: Any = importlib.import_module("gymnasium")
+    if isinstance(space, gymnasium.spaces.Text):
+        if block.actions:
+            raise UserError(
+                "task.gymnasium.actions", "the environment takes texts", "remove this key", value=block.actions
+            )
+        return [], 0
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        raise UserError(
+            "task.gymnasium.name",
+            f"its actions are {space}, and a reply is a text or one of a Discrete space",
+            "wrap the environment",
+            value=block.name,
+        )
+    first = int(space.start)
+    words = list(block.actions)
+    if not words:
+        words = [str(first + number) for number in range(int(space.n))]
+    if len(words) != space.n or len({word.lower() for word in words}) < len(words):
+        raise UserError(
+            "task.gymnasium.actions",
+            f"the environment has {space.n} actions",
+            "give each a word of its own",
+            value=block.actions,
+        )
+    return words, first
 
 
 def _without_parts(info: dict[str, Any]) -> dict[str, Any]:
