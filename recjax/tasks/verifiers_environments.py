@@ -15,7 +15,7 @@ import functools
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -299,9 +299,24 @@ class TasksetEnvironment:
             problems.append(_problem(location, _opening(task.data, number), None, f"train {number}"))
         return problems, []
 
-    def serving(self) -> contextlib.AbstractAsyncContextManager:
-        """Servers of tools that all rollouts share, and the server that counts and bounds requests."""
-        return self._environment.serving()
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Servers of tools that all rollouts share, and the server that counts and bounds requests.
+
+        Raises:
+            UserError: a server of the environment does not start.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._environment.serving())
+            except Exception as error:
+                raise UserError(
+                    "task.verifiers",
+                    f"the environment's servers do not start: {described(error)}",
+                    "correct the environment; verifiers starts its tools as a module of an installed package",
+                    value=self._name,
+                ) from error
+            yield
 
     async def play(self, problem: Problem, policy: Addressed) -> dict[str, float]:
         """Plays one episode; see `VerifiersEnvironment`."""
