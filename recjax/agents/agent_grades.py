@@ -6,6 +6,7 @@ import numpy as np
 
 from recjax.agents.trials import Trial
 from recjax.config import Config
+from recjax.config.parts import PLAYED
 from recjax.config.tasks import OneTask
 from recjax.errors import UserError
 from recjax.experience.group import Completion, Grade
@@ -62,6 +63,9 @@ class AgentGrader:
         task = self._config.task.of(task_name)
         weights = part_weights(task.reward_weights)
         returned = _returned_parts(trial)
+        if self._config.task.agent in PLAYED:
+            # The environment has added its rewards up to the score.
+            weights = {**dict.fromkeys(returned, 0.0), SCORE: 1.0, **weights}
         turn_total = trial.policy.rewarded
         given = list(returned)
         if turn_total is not None:

@@ -45,6 +45,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
     def __init__(self) -> None:
         """Does not listen yet."""
         self._policies: dict[str, Chatting] = {}  # by key
+        self._written: dict[Chatting, dict[str, str]] = {}  # texts of replies with calls, by `call_key`
         self._server: Any = None
         self._serving: asyncio.Task | None = None
         self._address = ""
@@ -82,6 +83,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
     async def __aexit__(self, *exception: object) -> None:
         """Ends the server and all its connections."""
         self._policies.clear()
+        self._written.clear()
         if self._serving is not None:
             self._server.should_exit = True
             await self._serving
@@ -91,12 +93,16 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
         from starlette.responses import JSONResponse
 
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or key not in self._policies:
+            key = request.headers.get("x-api-key", "")
         policy = self._policies.get(key)
-        if policy is None or scheme.lower() != "bearer":
+        if policy is None:
             return JSONResponse(_error("the key is none of a running agent; use policy.api_key"), 401)
         try:
             body = json.loads(await request.body())
-            reply = await policy.chat(**chat_arguments(body))
+            arguments = chat_arguments(body)
+            arguments["messages"] = as_written(arguments["messages"], self._written.get(policy, {}))
+            reply = await policy.chat(**arguments)
             policy.relayed = None
         except asyncio.CancelledError:
             return JSONResponse(_error("this agent has ended"), 400)
@@ -108,7 +114,11 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
             if failure == "context":
                 code = "context_length_exceeded"
             return JSONResponse(_error(str(error), code), 400)
-        return JSONResponse(chat_completion(reply, body.get("model", "policy"), bool(body.get("tools"))))
+        completion = chat_completion(reply, body.get("model", "policy"), bool(body.get("tools")))
+        message = completion["choices"][0]["message"]
+        if "tool_calls" in message:
+            self._written.setdefault(policy, {})[call_key(message)] = reply.text
+        return JSONResponse(completion)
 
 
 def chat_arguments(body: Any) -> dict[str, Any]:
@@ -139,6 +149,35 @@ def chat_arguments(body: Any) -> dict[str, Any]:
         "stop": body.get("stop") or (),
         "chat_template_kwargs": body.get("chat_template_kwargs") or {},
     }
+
+
+def as_written(messages: Any, written: Mapping[str, str]) -> Any:
+    """Messages in which replies with calls that a client sends back unchanged have the text that the policy wrote.
+
+    Rendered from its calls, such a reply could have other tokens than the sampled ones.
+
+    Args:
+        written: texts of earlier replies, by `call_key` of their messages.
+    """
+    if not written or not isinstance(messages, list):
+        return messages
+    texts = []
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("tool_calls"):
+            text = written.get(call_key(message))
+            if text is not None:
+                message = {"role": "assistant", "content": text}
+        texts.append(message)
+    return texts
+
+
+def call_key(message: Mapping[str, Any]) -> str:
+    """What identifies a reply with calls: its content, and the calls with their ids, which occur once."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", {})
+        calls.append([call.get("id"), function.get("name"), function.get("arguments")])
+    return json.dumps([(message.get("content") or "").strip(), calls])
 
 
 def chat_completion(reply: Any, model: str, has_tools: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxtyping import PRNGKeyArray, UInt32
 from recjax.agents.agent_grades import AgentGrader
 from recjax.agents.agent_policy import AgentPolicy, Script, Seats
 from recjax.agents.agent_server import AgentServer
-from recjax.agents.named_agents import check_tool_template, load_agent, named
+from recjax.agents.named_agents import VerifiersAgent, check_tool_template, load_agent, named
 from recjax.agents.tools import Tools
 from recjax.agents.trajectory import thoughts_opening
 from recjax.agents.trials import AGENT_FAILURES, MISTAKES, Trial, try_agent
@@ -249,6 +249,8 @@ class Agents(contextlib.AbstractContextManager):
             for live in lives.values():
                 await stack.enter_async_context(live)
             server = await stack.enter_async_context(AgentServer())
+            if isinstance(self._agent, VerifiersAgent):
+                await stack.enter_async_context(self._agent.serving())
             for index, problem in enumerate(problems):
                 seats = Seats(server)
                 first_number = index * len(names)

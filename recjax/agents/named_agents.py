@@ -1,6 +1,7 @@
-"""Agents by name: a user's coroutine function, and the built-in agents for tools and for text environments."""
+"""Agents by name: a user's coroutine function, and the built-in agents for tools and for environments."""
 
 import asyncio
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -16,7 +17,9 @@ from recjax.algorithms.options import described
 from recjax.config import TaskConfig
 from recjax.errors import UserError, shown
 from recjax.hub.chat_rendering import reads_variable, render_chats
-from recjax.tasks.problems import Problem, checked_messages
+from recjax.tasks.gymnasium_environments import TextEnvironment
+from recjax.tasks.problems import PLAYED_ROW, Problem, checked_messages
+from recjax.tasks.verifiers_environments import VerifiersEnvironment, open_verifiers
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,15 @@ def load_agent(task: TaskConfig, tools: Tools | None) -> Agent:
     if task.agent == "tools":
         assert tools is not None
         return tool_agent(tools, task.agent_turns)
+    if task.verifiers is not None:
+        return VerifiersAgent(open_verifiers(task.verifiers, task.agent_turns))
+    if task.gymnasium is not None:
+        block = task.gymnasium
+
+        def game(problem: Problem) -> TextEnvironment:
+            return TextEnvironment(block, problem.columns[PLAYED_ROW])
+
+        return environment_agent(game, task.agent_turns)
     if task.agent == "environment":
         assert task.environment is not None
         return environment_agent(named("task.environment", task.environment), task.agent_turns)
@@ -128,6 +140,22 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Non
 
 
 # --- Environments.
+
+
+class VerifiersAgent:
+    """Plays rollouts of an environment of the package verifiers, whose client asks the policy's address."""
+
+    def __init__(self, environment: VerifiersEnvironment):
+        """Stores the environment."""
+        self._environment = environment
+
+    def serving(self) -> contextlib.AbstractAsyncContextManager:
+        """A context that holds what the agents of a batch share."""
+        return self._environment.serving()
+
+    async def __call__(self, problem: Problem, policy: AgentPolicy) -> dict[str, float]:
+        """Plays one rollout; returns the parts of its reward."""
+        return await self._environment.play(problem, policy)
 
 
 def environment_agent(environment: Callable[[Problem], Any], turns: int) -> Callable:

@@ -18,6 +18,7 @@ from recjax.config.fields import (
     spelled,
     value_of,
 )
+from recjax.config.parts import PLAYED
 from recjax.errors import UserError
 from recjax.models.sampling import Sampling
 from recjax.runtime.passwords import has_password
@@ -577,10 +578,10 @@ class ExperienceConfig(ConfigBlock):
                 refuse_without(config, stored_keys, "experience.store", "experience.mix")
         if config.regime.mode == "async":
             refuse_with(config, ["experience.refill"], "regime.mode = async")
-        if self.regrade and config.task.agent == "environment":
+        if self.regrade and config.task.agent in ("environment", *PLAYED):
             raise UserError(
                 "experience.regrade",
-                "does not work with task.agent = environment, which gives the rewards itself",
+                f"does not work with task.agent = {config.task.agent}, which gives the rewards itself",
                 "remove one of them",
                 value=True,
             )

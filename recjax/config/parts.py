@@ -7,3 +7,6 @@ TURNS = "turns"
 ROWS = "rows"
 SHAPING = (LENGTH, OVERLONG, TURNS, ROWS)  # parts that recjax adds to the parts of a reward
 SCORE = "score"  # name of the part if a reward is a plain number
+
+# Tasks whose environments give turns and rewards: the built-in agent of the same name plays them.
+PLAYED = ("verifiers", "gymnasium")

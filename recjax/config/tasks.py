@@ -24,7 +24,7 @@ from recjax.config.fields import (
 )
 from recjax.config.gym import check_gym
 from recjax.config.model import POLICY
-from recjax.config.parts import OVERLONG, ROWS, TURNS
+from recjax.config.parts import OVERLONG, PLAYED, ROWS, TURNS
 from recjax.errors import UserError
 from recjax.grading.graders import GRADERS
 
@@ -108,6 +108,36 @@ class ReasoningGymTask(ConfigBlock):
     )
 
 
+class VerifiersTask(ConfigBlock):
+    """An installed environment of the package verifiers; the environment gives prompts, turns, tools and rewards."""
+
+    name: str = key(..., "Name of the environment's package, such as my_environment or owner/my-environment")
+    options: dict[str, Any] = key(
+        dict,
+        "Arguments of the environment's load_environment; for a taskset of verifiers 0.4, keys of its config, such as"
+        " taskset or agent",
+    )
+    problems: Int | None = key(None, "Most problems of the data set; null: all", ge=3)
+
+
+class GymnasiumTask(ConfigBlock):
+    """A registered environment of the package gymnasium, as text: each problem is a seed."""
+
+    name: str = key(..., "Name of the environment, such as FrozenLake-v1, or module:NAME to import its module first")
+    options: dict[str, Any] = key(dict, "Arguments of gymnasium.make")
+    problems: Int = key(1000, "Training problems; recjax holds out half as many more, at most 1,024", ge=1)
+    prompt: str = key("", "Text before the first observation")
+    actions: list[str] = key(list, "Words for the actions of a Discrete space, in order; empty: their numbers")
+    chat: Bool = key(False, "Observations are user messages; false: plain text, one observation after another")
+
+
+def _named_block(value: Any) -> Any:
+    """The block that a name stands for; other values as given."""
+    if isinstance(value, str):
+        return {"name": value}
+    return value
+
+
 INITIAL = "initial"
 LESSONS = ("answer", "better", "feedback")  # names in task.teacher_template besides the prompt
 
@@ -140,6 +170,8 @@ class OneTask(ConfigBlock):
     guru_math: GuruMathTask | None = key(None)
     toolace: ToolAceTask | None = key(None)
     reasoning_gym: ReasoningGymTask | None = key(None)
+    verifiers: Annotated[VerifiersTask | None, pydantic.BeforeValidator(_named_block)] = key(None)
+    gymnasium: Annotated[GymnasiumTask | None, pydantic.BeforeValidator(_named_block)] = key(None)
     system_prompt: str | None = key(
         None, "First message of every chat; null: the task's own, if it has one", note="Not with task.mixture."
     )
@@ -196,6 +228,8 @@ class OneTask(ConfigBlock):
             return f"{_SIMPLE}last_number_match"
         if name in ("arithmetic", "file"):
             return f"{_SIMPLE}number_match"
+        if name in PLAYED:
+            return f"{_SIMPLE}exact_match"  # never asked, because the environment grades
         if name == "toolace":
             return "tool_calls"
         return name
@@ -291,7 +325,10 @@ class CurriculumConfig(ConfigBlock):
     newest: Float = key(0.5, "Weight of the newest group in a problem's recent pass rate", gt=0, le=1)
 
 
-AgentName = Annotated[str, spelled("tools|environment|.*:.*", "takes module:function, tools or environment")]
+AgentName = Annotated[
+    str,
+    spelled(f"tools|environment|{'|'.join(PLAYED)}|.*:.*", "takes module:function, tools or environment"),
+]
 
 
 def _listed(names: list[str]) -> str:
@@ -350,7 +387,8 @@ class TaskConfig(OneTask):
     agent: AgentName | None = key(
         None,
         "Program that talks to the policy. null: one prompt and one completion; module:function: your own"
-        " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment",
+        " async def agent(problem, policy); tools: the model calls task.tools; environment: it plays task.environment;"
+        " verifiers, gymnasium: it plays the environment of this task, which sets the agent",
     )
     agent_seconds: Float = key(
         60.0,
@@ -402,9 +440,17 @@ class TaskConfig(OneTask):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _expect_problems(cls, values: Any) -> Any:
-        """Without a task, a program passes the problems to recjax.run; `load_config` refuses such a file."""
-        if isinstance(values, dict) and not any(values.get(name) is not None for name in (*TASKS, "mixture")):
+        """Without a task, a program passes the problems to recjax.run; `load_config` refuses such a file.
+
+        The task of an environment sets the agent that plays it.
+        """
+        if not isinstance(values, dict):
+            return values
+        if not any(values.get(name) is not None for name in (*TASKS, "mixture")):
             return values | {"file": FileTask(train=PASSED)}
+        for name in PLAYED:
+            if values.get(name) is not None and values.get("agent") is None:
+                return values | {"agent": name}
         return values
 
     def tasks(self) -> dict[str, OneTask]:
@@ -545,8 +591,33 @@ class TaskConfig(OneTask):
                 value=self.teacher_feedback,
             )
 
+    def _check_played(self, config: "Config") -> None:
+        """Refuses an environment's task with another agent or reward, and an environment's agent without its task."""
+        for name in PLAYED:
+            block_key = f"task.{name}"
+            if getattr(self, name) is None:
+                if self.agent == name:
+                    raise UserError("task.agent", f"plays {block_key}", f"set {block_key}", value=name)
+                continue
+            if self.agent != name:
+                raise UserError("task.agent", f"{block_key} has its own agent", "remove this key", value=self.agent)
+            names = ("task.reward", "task.system_prompt", "task.seats")
+            refuse_with(config, names, block_key)
+            if config.warm_start is not None and not config.demonstrations:
+                raise UserError(
+                    "warm_start", f"{block_key} has no answers to show", "remove it, or set warm_start.demonstrations"
+                )
+        for task_name, task in (self.mixture or {}).items():
+            if task.chosen() in PLAYED:
+                raise UserError(
+                    f"task.mixture.{task_name}.{task.chosen()}",
+                    "an environment is no task of a mixture",
+                    f"set task.{task.chosen()} in a run of its own",
+                )
+
     def _check_agent(self, config: "Config") -> None:
         """Refuses an agent without its tools or environment, and settings of an agent that this run lacks."""
+        self._check_played(config)
         if self.agent:
             refuse_with(config, ["task.overlong_tokens"], "task.agent")
         else:
@@ -580,7 +651,7 @@ class TaskConfig(OneTask):
 
     def _check_seats(self, config: "Config") -> None:
         """Refuses seats of unknown players, seats that cannot be trained, and runs that seats do not work with."""
-        if self.agent in ("tools", "environment"):
+        if self.agent in ("tools", "environment", *PLAYED):
             refuse_with(config, ["task.seats"], f"task.agent = {self.agent}")
         if self.keep is not None:
             refuse_with(config, ["task.seats"], "task.keep")
@@ -643,6 +714,10 @@ def _check_player(seat_key: str, player: int | str, checkpoint_every: int) -> No
         )
 
 
+# Tasks of a package, and what the text that names one says after the colon.
+_WITH_NAME = {"reasoning_gym": "GENERATOR", "verifiers": "NAME", "gymnasium": "NAME"}
+
+
 def named_task(value: Any) -> Any:
     """The task block that a text such as "gsm8k" or "reasoning_gym:letter_counting" stands for; other values as given.
 
@@ -652,9 +727,9 @@ def named_task(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     name, colon, generator = value.partition(":")
-    if name == "reasoning_gym" and generator:
+    if name in _WITH_NAME and generator:
         return {name: {"name": generator}}
-    names = [f"{task}:GENERATOR" if task == "reasoning_gym" else task for task in TASKS]
+    names = [f"{task}:{_WITH_NAME[task]}" if task in _WITH_NAME else task for task in TASKS]
     if value not in names or colon:
         hint = did_you_mean(value, names).removeprefix("; ")
         if not hint:

@@ -33,8 +33,10 @@ from recjax.rewards.reward import (
 from recjax.tasks import gym, mathematics, rewards, toolace
 from recjax.tasks.arithmetic import arithmetic_problems
 from recjax.tasks.files import file_problems, passed_files
-from recjax.tasks.problems import Problem, Task
+from recjax.tasks.gymnasium_environments import gymnasium_problems
+from recjax.tasks.problems import PLAYED_ROW, Problem, Task
 from recjax.tasks.reading import read_split
+from recjax.tasks.verifiers_environments import open_verifiers
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +268,12 @@ def _problems(config: Config, task: OneTask, pool: Pool, reads_answers: bool) ->
             system_prompt = gym.SYSTEM_PROMPT
         count = block.problems + min(block.problems // 2, MOST_HELD_OUT)  # `_hold_out` takes a third.
         return _hold_out(gym.gym_problems(block, count, config.seed_of_base, system_prompt), config, pool)
-    if name == "file":
+    if name == "gymnasium":
+        count = block.problems + min(block.problems // 2, MOST_HELD_OUT)
+        return _hold_out(gymnasium_problems(block, count, config.seed_of_base), config, pool)
+    if name == "verifiers":
+        train, evaluation = open_verifiers(block, config.task.agent_turns).problems()
+    elif name == "file":
         passed = passed_files(config)
 
         def read(file: str | None, split: str) -> list[Problem]:
@@ -305,6 +312,8 @@ def _prompt_key(problem: Problem) -> str:
     content: Any = problem.prompt
     if problem.template:
         content = [problem.prompt, dict(problem.template)]
+    if PLAYED_ROW in problem.columns:
+        content = [content, problem.columns[PLAYED_ROW]]
     return json.dumps(content, sort_keys=True)
 
 

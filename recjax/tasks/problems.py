@@ -12,6 +12,7 @@ import xxhash
 from recjax.errors import UserError
 from recjax.rewards.reward import MixedReward, Reward
 
+PLAYED_ROW = "environment_row"  # column that identifies the problem of an environment, whose prompts may be equal
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of an assistant's message, by chat template
 
 

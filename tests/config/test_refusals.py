@@ -14,6 +14,7 @@ AGENT = ["task.agent=tests.agents.some_agents:one_turn", CONTEXT]
 STORE = "experience.store=somewhere"
 FOLLOW = [STORE, "experience.follow=true", CONTEXT]
 MIX = "experience.mix.store=somewhere"
+ENVIRONMENT = "task={arithmetic: ~, reward: ~, verifiers: some-name}"
 MIXTURE = "task={arithmetic: ~, reward: ~, mixture: {sums: {arithmetic: {}}}}"
 TURNS = "algorithm.advantage={name: turn_returns}"
 TWICE = ["training.updates_per_batch=2"]
@@ -251,6 +252,20 @@ CASES = [
     ("task=nonsense", "'nonsense'", "arithmetic", "gsm8k", "reasoning_gym:GENERATOR"),
     ("task=reasoning_gym", "'reasoning_gym'", "reasoning_gym:GENERATOR"),
     ("task=gsm8k:easy", "'gsm8k:easy'", "'gsm8k'"),
+    ([ENVIRONMENT, CONTEXT, "task.reward=gsm8k"], "task.reward", "does not work with task.verifiers"),
+    (
+        ["task={arithmetic: ~, reward: ~, gymnasium: a-v0}", CONTEXT, "task.agent=tools", "task.tools=[a:b]"],
+        "task.agent",
+        "has its own agent",
+    ),
+    ([*AGENT, "task.agent=gymnasium"], "task.agent = 'gymnasium'", "set task.gymnasium"),
+    ([ENVIRONMENT, CONTEXT, "warm_start={}"], "warm_start", "has no answers to show"),
+    (
+        "task={arithmetic: ~, reward: ~, mixture: {a: {verifiers: b}}}",
+        "task.mixture.a.verifiers",
+        "no task of a mixture",
+    ),
+    ("task=verifiers", "'verifiers'", "verifiers:NAME"),
     ("task=reasoning_gym:leter_counting", "'leter_counting'", "did you mean 'letter_counting'"),
     ("task.file.train=a.jsonl", "task.arithmetic", "task.file", "exactly one"),
     ("task.gsm8k.train=x", "task.arithmetic", "task.gsm8k", "exactly one"),
