@@ -10,9 +10,9 @@ import ast
 import difflib
 import os
 import sys
-from pathlib import Path
 
 from recjax.examples import example_names
+from recjax.runtime.usage import command_file
 
 # A user meets them in this order.
 COMMANDS = (
@@ -66,17 +66,11 @@ def overview() -> str:
 
 def first_line(name: str) -> str:
     """The first line of a command's docstring, without an import of the command."""
-    docstring = ast.get_docstring(ast.parse(command_file(name).read_text(encoding="utf-8")))
+    file = command_file(name)
+    assert file, f"{name} is no command"
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     assert docstring, f"{name} has no docstring"
     return docstring.partition("\n")[0]
-
-
-def command_file(name: str) -> Path:
-    """The file of a command: a module, or `__main__` of a room."""
-    file = Path(__file__).with_name(f"{name}.py")
-    if file.is_file():
-        return file
-    return Path(__file__).parent / name / "__main__.py"
 
 
 if __name__ == "__main__":
