@@ -124,10 +124,11 @@ class PolicySource(contextlib.AbstractContextManager):
         regime = config.regime
         updates = config.training.updates
         if not self._is_async:
-            # The next round's batch is sampled during the grading of this one, if both use the same weights.
+            # The next round's batch is sampled during the grading of this one, if both use the same weights. The grades
+            # decide which problems a curriculum draws next.
             batch = schedule.batch_of(step, updates)
             last_batch = schedule.batch_of(config.training.steps, updates)
-            is_ahead = schedule.samples_ahead(batch, last_batch, regime)
+            is_ahead = schedule.samples_ahead(batch, last_batch, regime) and config.task.curriculum is None
             return self._rounds_before(number) < state.queue.round + is_ahead
         if len(self.sampler.in_flight) >= BATCHES_PER_GENERATOR * regime.generators:
             return False

@@ -72,6 +72,21 @@ def test_reward_parts_reach_the_metrics(tiny):
         assert {row[f"grading/{reason}"] for reason in ("timeout", "crash", "too_long", "error")} == {0}
 
 
+def test_a_curriculum_draws_alike_with_more_steps_later(tiny):
+    rates_by_batch = {}
+
+    def sample(*arguments, rates):
+        rates_by_batch.setdefault(arguments[-1], []).append(dict(rates))
+        return graded_batch(*arguments)
+
+    options = ["regime.sync_interval=3", "task.curriculum={}", f"task.reward={__name__}:counts_ones"]
+    options += ["evaluation.every=0", "training.checkpoint_every=2"]
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        count(tiny(name, *options, f"training.steps={steps}"), sample=sample)
+    assert [*rates_by_batch] == [1, 2, 3, 4] and rates_by_batch[3][0]
+    assert all(whole == parts for whole, parts in rates_by_batch.values())
+
+
 def test_truncated_completions_are_trained_on_masked_or_penalized(tiny):
     options = ["training.steps=2", "evaluation.every=0"]
     runs = {
