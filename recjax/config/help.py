@@ -12,7 +12,7 @@ from recjax.algorithms.options import readable_options
 from recjax.config.fields import ConfigBlock, block_of, choices_of, extra_of, takes
 from recjax.config.model import PEFT_NAMES
 from recjax.config.schema import Config
-from recjax.config.tasks import TASKS
+from recjax.config.tasks import TASKS, TASKS_WITH_NAME
 from recjax.config.yaml_values import DECIMAL, write_yaml
 
 
@@ -104,8 +104,8 @@ def json_schema() -> dict[str, Any]:
     schema |= _for_yaml(whole, meanings)
     blocks = schema["$defs"]
     # Short forms.
-    generator = {"type": "string", "pattern": "^reasoning_gym:."}
-    _also(schema["properties"]["task"], {"enum": [name for name in TASKS if name != "reasoning_gym"]}, generator)
+    named = {"type": "string", "pattern": f"^({'|'.join(TASKS_WITH_NAME)}):."}
+    _also(schema["properties"]["task"], {"enum": [name for name in TASKS if name not in TASKS_WITH_NAME]}, named)
     _also(blocks["RolloutConfig"]["properties"]["engine"], {"type": "string"})
     blocks["LoraConfig"]["properties"]["targets"]["items"]["enum"] += PEFT_NAMES
     # Names and options of functions.

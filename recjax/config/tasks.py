@@ -715,7 +715,7 @@ def _check_player(seat_key: str, player: int | str, checkpoint_every: int) -> No
 
 
 # Tasks of a package, and what the text that names one says after the colon.
-_WITH_NAME = {"reasoning_gym": "GENERATOR", "verifiers": "NAME", "gymnasium": "NAME"}
+TASKS_WITH_NAME = {"reasoning_gym": "GENERATOR", "verifiers": "NAME", "gymnasium": "NAME"}
 
 
 def named_task(value: Any) -> Any:
@@ -727,9 +727,9 @@ def named_task(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     name, colon, generator = value.partition(":")
-    if name in _WITH_NAME and generator:
+    if name in TASKS_WITH_NAME and generator:
         return {name: {"name": generator}}
-    names = [f"{task}:{_WITH_NAME[task]}" if task in _WITH_NAME else task for task in TASKS]
+    names = [f"{task}:{TASKS_WITH_NAME[task]}" if task in TASKS_WITH_NAME else task for task in TASKS]
     if value not in names or colon:
         hint = did_you_mean(value, names).removeprefix("; ")
         if not hint:
