@@ -101,7 +101,7 @@ class AgentServer(contextlib.AbstractAsyncContextManager):
         try:
             body = json.loads(await request.body())
             arguments = chat_arguments(body)
-            arguments["messages"] = as_written(arguments["messages"], self._written.get(policy, {}))
+            arguments["messages"] = with_sampled_text(arguments["messages"], self._written.get(policy, {}))
             reply = await policy.chat(**arguments)
             policy.relayed = None
         except asyncio.CancelledError:
@@ -151,7 +151,7 @@ def chat_arguments(body: Any) -> dict[str, Any]:
     }
 
 
-def as_written(messages: Any, written: Mapping[str, str]) -> Any:
+def with_sampled_text(messages: Any, written: Mapping[str, str]) -> Any:
     """Messages in which replies with calls that a client sends back unchanged have the text that the policy wrote.
 
     Rendered from its calls, such a reply could have other tokens than the sampled ones.

@@ -160,12 +160,12 @@ _REMEDIES = {
 }
 
 
-def described(error: BaseException, traced: bool = False) -> str:
+def described(error: BaseException, traced: bool = False, first_line: bool = False) -> str:
     """An exception's type and message, then a line for each frame of the traceback in the user's own code.
 
     Args:
-        traced: True if JAX traced the code: only the message's first line, because JAX's messages are long, and a last
-            line with the remedy if the code asked for values of arrays.
+        traced: True if JAX traced the code: a last line has the remedy if the code asked for values of arrays.
+        first_line: flag to show only the message's first line, as always for traced code, because JAX's are long.
 
     Examples:
         >>> described(ValueError("too long"))
@@ -182,8 +182,9 @@ def described(error: BaseException, traced: bool = False) -> str:
         message = str(error)
     except Exception:  # a user's exception class may be unable to print itself
         message = "its message cannot be printed"
-    if traced:
+    if first_line or traced:
         message = message.partition("\n")[0]
+    if traced:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         if "truth value of an array" in message:
             kinds = ["TracerBoolConversionError"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from recjax.agents.agent_grades import AgentGrader
-from recjax.agents.agent_server import as_written, call_key, chat_completion
+from recjax.agents.agent_server import with_sampled_text, call_key, chat_completion
 from recjax.agents.trials import Trial
 from recjax.config import load_config
 from recjax.config.tasks import GymnasiumTask, VerifiersTask
@@ -86,10 +86,10 @@ def test_replies_with_calls_sent_back_keep_their_text():
     assert message["tool_calls"] and message["content"] == "so"
     written = {call_key(message): text}
     asked = [{"role": "user", "content": "?"}, message, {"role": "tool", "content": "1"}]
-    kept = as_written(json.loads(json.dumps(asked)), written)
+    kept = with_sampled_text(json.loads(json.dumps(asked)), written)
     assert kept == [asked[0], {"role": "assistant", "content": text}, asked[2]]
     for edited in ({**message, "content": "no"}, {**message, "tool_calls": message["tool_calls"] * 2}):
-        assert as_written([edited], written) == [edited]
+        assert with_sampled_text([edited], written) == [edited]
 
 
 # --- gymnasium.
