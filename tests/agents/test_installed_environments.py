@@ -99,22 +99,22 @@ def test_replies_with_calls_sent_back_keep_their_text():
 def test_games_of_a_seed_are_gymnasiums_own():
     import gymnasium
 
-    (problem,) = gymnasium_problems(GymnasiumTask(**LAKE, prompt="Cross the lake.\n"), 1, seed=3)
-    assert problem.prompt.startswith("Cross the lake.\n[S]FFF\n")
-    direct = gymnasium.make("FrozenLake-v1", is_slippery=True)
-    direct.reset(seed=problem.columns["environment_row"])
-    game = TextEnvironment(GymnasiumTask(**LAKE), problem.columns["environment_row"])
-    assert game.reset(seed=5)[0] is None
-    for reply in ["R", "go down: D", "no L but R", "D", "D", "D", "R"]:
-        text, reward, *ends, _ = game.step(reply)
-        place, expected, *expected_ends, _ = direct.step("LDRU".index(reply[-1]))
-        assert (reward, ends) == (expected, expected_ends)
-        letters = "".join(text.strip().split("\n")[1:])
-        assert letters.index("[") == place
-        unread = game.step("?")
-        assert "choose one of: l, d, r, u" in unread[0].lower() and unread[1:4] == (0.0, False, False)
-        if any(ends):
-            break
+    for problem in gymnasium_problems(GymnasiumTask(**LAKE, prompt="Cross the lake.\n"), 4, seed=3):
+        assert problem.prompt.startswith("Cross the lake.\n[S]FFF\n")
+        direct = gymnasium.make("FrozenLake-v1", is_slippery=True)
+        direct.reset(seed=problem.columns["environment_row"])
+        game = TextEnvironment(GymnasiumTask(**LAKE), problem.columns["environment_row"])
+        assert game.reset(seed=5)[0] is None
+        for reply in ["R", "go down: D", "no L but R", "D", "D", "D", "R"]:
+            text, reward, *ends, _ = game.step(reply)
+            place, expected, *expected_ends, _ = direct.step("LDRU".index(reply[-1]))
+            assert (reward, ends) == (expected, expected_ends)
+            letters = "".join(text.strip().split("\n")[1:])
+            assert letters.index("[") == place
+            unread = game.step("?")
+            assert "choose one of: l, d, r, u" in unread[0].lower() and unread[1:4] == (0.0, False, False)
+            if any(ends):
+                break
 
 
 @needs_gymnasium
