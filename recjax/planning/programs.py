@@ -136,9 +136,8 @@ def resolve_shapes(config: Config, reward: Callable | Sequence[Callable] | None 
         try:
             return load()
         except UserError as error:
-            # A failed download is an OSError, and a package to install is a ModuleNotFoundError, within the UserError
-            # that names the remedy.
-            if not isinstance(error.__cause__, OSError | ModuleNotFoundError):
+            # A failed download is an OSError within the UserError that names the remedy.
+            if not isinstance(error.__cause__, OSError):
                 raise
             missing.append(str(error))
             return None

@@ -37,8 +37,7 @@ class TextEnvironment:
             UserError: gymnasium or the environment is missing, or its observations or actions are no text.
         """
         if importlib.util.find_spec("gymnasium") is None:
-            cause = ModuleNotFoundError("gymnasium")
-            raise UserError("task.gymnasium", "needs the package gymnasium", _INSTALL, value=block.name) from cause
+            raise UserError("task.gymnasium", "needs the package gymnasium", _INSTALL, value=block.name)
         gymnasium: Any = importlib.import_module("gymnasium")
         self._block = block
         self._seed = seed

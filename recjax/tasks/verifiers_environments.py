@@ -79,8 +79,7 @@ def open_verifiers(block: VerifiersTask, turns: int) -> VerifiersEnvironment:
 def _opened(block_text: str, turns: int) -> VerifiersEnvironment:
     block = VerifiersTask(**json.loads(block_text))
     if importlib.util.find_spec("verifiers") is None:
-        cause = ModuleNotFoundError("verifiers")
-        raise UserError("task.verifiers", "needs the package verifiers", _INSTALL, value=block.name) from cause
+        raise UserError("task.verifiers", "needs the package verifiers", _INSTALL, value=block.name)
     has_tasksets = importlib.util.find_spec("verifiers.envs") is None
     module = _imported(block.name)
     if not hasattr(module, "load_environment"):
@@ -119,7 +118,7 @@ def _imported(name: str) -> ModuleType:
         f"there is no module {module}",
         "install the environment's package, or start in the folder that holds it",
         value=name,
-    ) from ModuleNotFoundError(module)
+    )
 
 
 def _loaded(block: VerifiersTask, load: Any) -> VerifiersEnvironment:
