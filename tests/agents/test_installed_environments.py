@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from recjax.agents.agent_grades import AgentGrader
-from recjax.agents.agent_server import with_sampled_text, call_key, chat_completion
+from recjax.agents.agent_server import call_key, chat_completion, with_sampled_text
 from recjax.agents.trials import Trial
 from recjax.config import load_config
 from recjax.config.tasks import GymnasiumTask, VerifiersTask
