@@ -222,7 +222,7 @@ class ClassicEnvironment:
         if not self._rows:
             self.problems()
         row = self._rows[problem.columns[PLAYED_ROW]]
-        connection = openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0)
+        connection = openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0, timeout=None)
         async with connection:
             client = clients.OpenAIChatCompletionsClient(connection)
             output = await self._environment.run_rollout(row, client, _MODEL, {})
@@ -323,7 +323,10 @@ class TasksetEnvironment:
         task = self._tasks[int(problem.columns[PLAYED_ROW].rpartition(" ")[2])]
         # verifiers reads the usual key from a variable of the process, which all rollouts would share.
         client = vf.EvalClientConfig(
-            base_url=policy.base_url, api_key_var="RECJAX_NO_KEY", headers={"X-API-Key": policy.api_key}
+            base_url=policy.base_url,
+            api_key_var="RECJAX_NO_KEY",
+            headers={"X-API-Key": policy.api_key},
+            timeout={"connect": None},  # this process answers, also while it compiles; agents have their own limit
         )
         episode = await self._environment.run_episode(task, vf.ModelContext(model=_MODEL, client=client))
         traces = [trace for trace in episode.traces if trace.agent.name in (self._role, None)]
