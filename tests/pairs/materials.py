@@ -169,6 +169,7 @@ class Materials:
 
     def _make_recorded_turns(self, path: Path) -> None:
         options = ["experience.record=true", "training.steps=6", "optimizer.learning_rate=0", "seed=13"]
+        options += ["rollout.recorded_top_k=4"]
         agent = ["task.agent=tests.pairs.programs:either", "rollout.max_context_tokens=32"]
         train(self.config("model.path=<teacher>", f"output={path}", *options, *agent))
 
