@@ -38,7 +38,8 @@ from recjax.config.optimizers import (
     optimizer_function,
     takes_weight_decay,
 )
-from recjax.config.tasks import GradingConfig, TaskConfig, named_task
+from recjax.config.parts import PLAYED
+from recjax.config.tasks import GradingConfig, TaskConfig, named_block, named_task
 from recjax.errors import UserError
 from recjax.models.sampling import Sampling, TokenRecord
 
@@ -91,8 +92,7 @@ class AlgorithmConfig(ConfigBlock):
     @classmethod
     def _named(cls, value: Any) -> Any:
         """The block of an axis' short forms: the name of a function, or a function of a module."""
-        if isinstance(value, str):
-            return {"name": value}
+        value = named_block(value)
         block = value
         if not isinstance(value, Mapping):
             block = {"name": value}
@@ -885,5 +885,5 @@ SHORT_FORMS: dict[str, Any] = {
     "task": named_task,
     "rollout.engine": EngineConfig.from_url,
     "optimizer.schedule": lambda name: dict(_SCHEDULES.get(name, {"name": name})),
-    **{f"algorithm.{axis}": lambda name: {"name": name} for axis in _AXES},
+    **dict.fromkeys([*(f"task.{task}" for task in PLAYED), *(f"algorithm.{axis}" for axis in _AXES)], named_block),
 }

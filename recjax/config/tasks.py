@@ -131,8 +131,8 @@ class GymnasiumTask(ConfigBlock):
     chat: Bool = key(False, "Observations are user messages; false: plain text, one observation after another")
 
 
-def _named_block(value: Any) -> Any:
-    """The block that a name stands for; other values as given."""
+def named_block(value: Any) -> Any:
+    """The block that a name stands for, as of a function or an environment; other values as given."""
     if isinstance(value, str):
         return {"name": value}
     return value
@@ -170,8 +170,8 @@ class OneTask(ConfigBlock):
     guru_math: GuruMathTask | None = key(None)
     toolace: ToolAceTask | None = key(None)
     reasoning_gym: ReasoningGymTask | None = key(None)
-    verifiers: Annotated[VerifiersTask | None, pydantic.BeforeValidator(_named_block)] = key(None)
-    gymnasium: Annotated[GymnasiumTask | None, pydantic.BeforeValidator(_named_block)] = key(None)
+    verifiers: Annotated[VerifiersTask | None, pydantic.BeforeValidator(named_block)] = key(None)
+    gymnasium: Annotated[GymnasiumTask | None, pydantic.BeforeValidator(named_block)] = key(None)
     system_prompt: str | None = key(
         None, "First message of every chat; null: the task's own, if it has one", note="Not with task.mixture."
     )

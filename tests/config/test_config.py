@@ -383,6 +383,18 @@ URL = "http://127.0.0.1:9"
             "algorithm.clip",
             {"name": "two_side", "epsilon_low": 0.1},
         ),
+        (
+            {"task": {"gymnasium": "FrozenLake-v1"}, "rollout": {"max_context_tokens": 64}},
+            ["task.gymnasium.problems=9"],
+            "task.gymnasium.problems",
+            9,
+        ),
+        (
+            {"task": {"verifiers": "mine"}, "rollout": {"max_context_tokens": 64}},
+            ["task.verifiers={problems: 9}"],
+            "task.verifiers.name",
+            "mine",
+        ),
         ({"task": "gsm8k"}, ["task.gsm8k.train=own", "task.reward=math"], "task.gsm8k.evaluation", "openai/gsm8k"),
     ],
 )
