@@ -184,14 +184,14 @@ def traced(inputs: Path, threads: int, precision: str, lines: list[str]) -> tupl
     try:
         for number in range(WARMUPS):
             worker.ask(phase="step", round=number)
-        traced = inputs / f"trace_{threads}"
-        step = worker.ask(check="trace", folder=str(traced), round=WARMUPS)["result"]
+        trace = inputs / f"trace_{threads}"
+        step = worker.ask(check="trace", folder=str(trace), round=WARMUPS)["result"]
     finally:
         worker.close()
     texts: dict[bool, list[str]] = {True: [], False: []}
     for file in dumped.glob("*.cpu_after_optimizations.txt"):
         texts[f".{UPDATE}." in file.name].append(file.read_text())
-    events = events_of(traced)
+    events = events_of(trace)
     seconds = {}
     for phase, is_update in (("update", True), ("generate", False)):
         own = [event for event in events if (event.program == UPDATE) == is_update]
