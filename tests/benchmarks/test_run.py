@@ -87,9 +87,18 @@ def test_all_other_systems_stop_while_one_works(monkeypatch):
         workers[name] = run.Worker.__new__(run.Worker)
         workers[name]._process = shell
 
-    def stopped(name: str) -> list[bool]:
+    def states(name: str) -> list[bool]:
         process = psutil.Process(workers[name]._process.pid)
         return [each.status() == psutil.STATUS_STOPPED for each in (process, *process.children(recursive=True))]
+
+    def stopped(name: str) -> list[bool]:
+        """Whether each process is stopped, once two looks agree: a busy machine delivers signals late."""
+        before = None
+        now = states(name)
+        while now != before:
+            time.sleep(0.2)
+            before, now = now, states(name)
+        return now
 
     try:
         while not all(psutil.Process(shell.pid).children() for shell in shells):
