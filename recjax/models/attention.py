@@ -94,27 +94,47 @@ def attend(
     elif kernel == "splash" and fits_splash:
         mixed = _on_each_device(functools.partial(_splash_with_prompts, scale=scale, cap=cap), queries, segments, ids)
     else:
-        mixed = checkpoint_name(plain_attention(queries, segments, scale, cap), ATTENTION)
+        skips = is_sampling and jax.default_backend() == "cpu"
+        mixed = checkpoint_name(plain_attention(queries, segments, scale, cap, skips), ATTENTION)
     return mixed.swapaxes(1, 2).reshape(batch * time, heads * head_dim)
 
 
 def plain_attention(
-    queries: Float[Array, "batch heads time head_dim"], segments: list, scale: float, cap: float | None
+    queries: Float[Array, "batch heads time head_dim"],
+    segments: list,
+    scale: float,
+    cap: float | None,
+    skips: bool = False,
 ) -> Float[Array, "batch heads time head_dim"]:
-    """Attention by its definition, with all scores in memory; the arguments are documented in `attend`."""
+    """Attention by its definition, with all scores in memory; the other arguments are documented in `attend`.
+
+    Args:
+        skips: do not read segments that no query attends to.
+    """
     batch, heads, time, _ = queries.shape
+
+    def by_row(x: Array, operand: Array, axis: int, mask: Array) -> Array:
+        if not skips:
+            return _by_row(x, operand, axis)
+        units = operand.shape[5 - axis]
+        return jax.lax.cond(
+            mask.any(),
+            lambda: _by_row(x, operand, axis),
+            lambda: jnp.zeros((batch, heads, time, units)),
+        )
+
     scores = []
     for keys, _, mask in segments:
-        score = _by_row(queries, keys, axis=3).reshape(len(keys), -1, 1, heads, time, keys.shape[2])
+        score = by_row(queries, keys, 3, mask).reshape(len(keys), -1, 1, heads, time, keys.shape[2])
         score = jnp.where(mask, capped(score * scale, cap), -1e30)
         scores.append(score.reshape(batch, heads, time, -1))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
 
     mixed: Any = 0.0
     start = 0
-    for _, values, _ in segments:
+    for _, values, mask in segments:
         length = values.shape[2]
-        mixed += _by_row(weights[..., start : start + length], values, axis=2)
+        mixed += by_row(weights[..., start : start + length], values, 2, mask)
         start += length
     return mixed.astype(queries.dtype)
 

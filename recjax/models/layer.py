@@ -79,10 +79,39 @@ def _normalized(x: Array, scale: Array, epsilon: float, dtype: DTypeLike) -> Arr
     return (x * (jax.lax.rsqrt(mean_square + epsilon) * scale)).astype(dtype)
 
 
-@functools.partial(_cheap, static_argnums=0)
 def _gated(activation: str, gate: Array, up: Array) -> Array:
+    if activation == "silu":
+        return _silu_gated(gate, up)
+    return _gated_by(activation, gate, up)
+
+
+@functools.partial(_cheap, static_argnums=0)
+def _gated_by(activation: str, gate: Array, up: Array) -> Array:
     activated = ACTIVATIONS[activation](gate.astype(jnp.float32))
     return (activated * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+@jax.custom_vjp
+def _silu_gated(gate: Array, up: Array) -> Array:
+    """silu(gate) · up, with silu(x) = x σ(x)."""
+    x = gate.astype(jnp.float32)
+    return (nn.silu(x) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _silu_gated_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """The gradients of gate and up are σ (1 + x (1 − σ)) · up and x σ, times the output's.
+
+    σ is written as a tanh: as a quotient, XLA would take the forward pass's and keep all its arrays in memory until here.
+    """
+    x, up = (array.astype(jnp.float32) for array in kept)
+    gradient = gradient.astype(jnp.float32)
+    sigmoid = 0.5 + 0.5 * jnp.tanh(0.5 * x)
+    of_gate = gradient * up * (sigmoid * (1.0 + x * (1.0 - sigmoid)))
+    of_up = gradient * (x * sigmoid)
+    return of_gate.astype(kept[0].dtype), of_up.astype(kept[1].dtype)
+
+
+_silu_gated.defvjp(lambda gate, up: (_silu_gated(gate, up), (gate, up)), _silu_gated_backward)
 
 
 class Projection(nn.Module):

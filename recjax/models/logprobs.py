@@ -16,6 +16,8 @@ from recjax.models.placement import constrain, over_rows
 from recjax.models.sampling import KEPT, KEPT_LOGPROBS, TOP_IDS, TOP_LOGPROBS, Sampling, TokenRecord
 from recjax.models.unrolling import params_for
 
+LEAST_LOGPROB = -1e30  # in place of -inf, which times 0 would be NaN
+FEW_SCORES = 2**24  # scores that may exist together in any case: 64 MiB
 SAMPLED = "sampled"  # name of the mask of the tokens whose recorded arrays are read
 
 
@@ -186,15 +188,62 @@ def score_tokens(
 
         # The cuts of the current policy, which sort the vocabulary, are computed only where a set is missing.
         kept_scores = jax.lax.cond(has_set.all(), recorded_scores, recorded_or_current_scores)
-    distribution = jax.nn.log_softmax(kept_scores, axis=-1)
-    possible = jnp.where(jnp.isfinite(distribution), distribution, 0.0)
-    entropy = -jnp.sum(jnp.exp(distribution) * possible, axis=-1)
-    logprobs = jnp.take_along_axis(distribution, tokens[:, None], axis=-1)[:, 0]
+    is_cut = keep is not None or sampling.has_cuts
+    logprobs, normalizer, entropy = _in_distribution(is_cut, kept_scores, tokens)
     if TOP_IDS not in recorded:
         return TokenScores(logprobs, entropy)
     ids = recorded[TOP_IDS]
-    top_logprobs = jnp.take_along_axis(distribution, jnp.maximum(ids, 0), axis=-1)
+    top_logprobs = jnp.take_along_axis(kept_scores, jnp.maximum(ids, 0), axis=-1) - normalizer[:, None]
     return TokenScores(logprobs, entropy, jnp.where(ids < 0, jnp.nan, top_logprobs))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_distribution(
+    is_cut: bool, scores: Float[Array, "batch vocab"], tokens: Int[Array, " batch"]
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"], Float[Array, " batch"]]:
+    """log p(token), log Σ exp(scores), and the entropy of p = softmax(scores), in nats.
+
+    The backward pass reads the scores once and writes their gradient once; JAX's own rules for the same functions take
+    eight arrays of this size.
+
+    Args:
+        is_cut: scores may be -inf, where p is 0.
+    """
+    return _forward(is_cut, scores, tokens)[0]
+
+
+def _forward(is_cut: bool, scores: Array, tokens: Array) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
+    largest = scores.max(axis=-1, keepdims=True)
+    shifted = scores - largest
+    if is_cut:
+        shifted = jnp.maximum(shifted, LEAST_LOGPROB)
+    weights = jnp.exp(shifted)
+    total = weights.sum(axis=-1)
+    entropy = jnp.log(total) - (weights * shifted).sum(axis=-1) / total
+    chosen = jnp.take_along_axis(scores, tokens[:, None], axis=-1)
+    logprobs = (chosen - largest)[:, 0] - jnp.log(total)
+    normalizer = largest[:, 0] + jnp.log(total)
+    return (logprobs, normalizer, entropy), (scores, tokens, normalizer, entropy)
+
+
+def _backward(is_cut: bool, kept: tuple[Array, ...], gradients: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    """The gradients of log p(token), log Σ exp(scores) and H are 1{token} − p, p, and −p (log p + H)."""
+    scores, tokens, normalizer, entropy = kept
+    of_logprobs, of_normalizer, of_entropy = (gradient[:, None] for gradient in gradients)
+    logprobs = scores - normalizer[:, None]
+    if is_cut:
+        logprobs = jnp.maximum(logprobs, LEAST_LOGPROB)
+    factor = of_normalizer - of_logprobs - of_entropy * (logprobs + entropy[:, None])
+    is_token = jnp.arange(scores.shape[-1]) == tokens[:, None]
+    return jnp.exp(logprobs) * factor + jnp.where(is_token, of_logprobs, 0.0), None
+
+
+_in_distribution.defvjp(_forward, _backward)
+
+
+def positions_at_once(config: DecoderConfig, chunk: int) -> int:
+    """Token positions whose scores exist together: `chunk`, or more if their scores are few."""
+    return max(chunk, FEW_SCORES // config.vocab_size)
 
 
 def chunked_scores(
@@ -225,7 +274,7 @@ def chunked_scores(
 
     def score_rows(heads, hidden, teacher_hidden, recorded, tokens):
         count = tokens.size
-        length = min(chunk, count)
+        length = min(positions_at_once(config, chunk), count)
 
         def in_chunks(x):
             x = x.reshape(count, *x.shape[2:])
@@ -237,7 +286,6 @@ def chunked_scores(
             x = x.reshape(-1, *x.shape[2:])[:count]
             return x.reshape(*tokens.shape, *x.shape[1:])
 
-        @jax.checkpoint
         def one_chunk(inputs):
             chunk_hidden, chunk_teacher_hidden, chunk_recorded, chunk_tokens = inputs
             vocabulary_scores = constrain(logits(config, heads[0], chunk_hidden), None, "tensor")
@@ -252,6 +300,8 @@ def chunked_scores(
             return scores._replace(divergence=divergence)
 
         inputs = hidden, teacher_hidden, recorded, tokens
+        if length < count:
+            one_chunk = jax.checkpoint(one_chunk)  # or the backward pass would have the scores of all chunks
         scores = jax.lax.map(one_chunk, jax.tree.map(in_chunks, inputs))
         return jax.tree.map(without_chunks, scores)
 

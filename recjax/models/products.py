@@ -70,7 +70,10 @@ def _summed_over_rows(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> F
         return _summed_in_float32("rm,rn->mn", a, b)
 
     def transposed(a, b):
-        # Without the layout constraint, XLA would fuse the transpose into the slow matmul again.
+        # The narrower operand is the cheaper one to write out. Without the layout constraints, XLA would fuse the
+        # transposes into the slow matmul again.
+        if a.shape[1] > b.shape[1]:
+            return with_layout_constraint(transposed(b, a), Layout((0, 1))).T
         return _summed_in_float32("mr,rn->mn", with_layout_constraint(a.T, Layout((0, 1))), b)
 
     if math.prod(jax.sharding.get_abstract_mesh().shape.values()) > 1:

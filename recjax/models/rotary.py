@@ -92,8 +92,21 @@ def rotary_angles(positions: Int[Array, "batch time"], rotary: Rotary) -> Rotary
     angles = RotaryAngles(jnp.cos(radians), jnp.sin(radians))
     if rotary.factor is not None:
         angles = RotaryAngles(angles.cos * rotary.factor, angles.sin * rotary.factor)
-    # Without the barrier, XLA recomputes them for every use.
-    return jax.lax.optimization_barrier(angles)
+    return jax.lax.platform_dependent(angles, cpu=_in_memory, default=jax.lax.optimization_barrier)
+
+
+def _in_memory(angles: RotaryAngles) -> RotaryAngles:
+    """The angles, written to memory. Otherwise XLA computes them again for every use, in each head of each layer.
+
+    XLA on the CPU drops barriers before it fuses operations. It fuses nothing into a matmul, and one with the identity
+    is exact.
+    """
+
+    def multiplied(x: Array) -> Array:
+        identity = jnp.eye(x.shape[-1], dtype=x.dtype)
+        return jnp.matmul(x, identity, precision=jax.lax.Precision.HIGHEST)
+
+    return RotaryAngles(multiplied(angles.cos), multiplied(angles.sin))
 
 
 def rotate(

@@ -25,6 +25,10 @@ from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 from recjax.rollout.keys_values import Memory, cache_rows, cache_time, empty, over_mesh, put_round, read_slots
 
 
+BLOCK = 16  # tokens of a block of the memory on a CPU
+MOST_NOISE = 2**22  # random numbers that a round holds together
+
+
 class SlotState(NamedTuple):
     """The state of the slots.
 
@@ -144,7 +148,8 @@ def first_tokens(
     """
     # Completions of a group share their prompt's scores, which were computed once.
     scores = scores[prompt_rows]
-    tokens, logprobs = sample_tokens(scores, sampling, _step_keys(keys, jnp.zeros_like(prompt_rows)))
+    noise = token_noise(_step_keys(keys, jnp.zeros_like(prompt_rows)), scores.shape[-1], sampling)
+    tokens, logprobs = sample_tokens(scores, sampling, noise)
     return tokens, logprobs, recorded_tokens(scores, sampling, recording)
 
 
@@ -169,6 +174,20 @@ def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, "
     return prompt, Context(keys, values, offsets < cached[:, None], lengths[:, None] + offsets)
 
 
+def _in_blocks(context: Context, size: int) -> list[Context]:
+    """The context as contexts of up to `size` tokens. Matmuls of a CPU read those in use, several at a time."""
+
+    def part(x: Array, axis: int, start: int) -> Array:
+        return jax.lax.slice_in_dim(x, start, min(start + size, x.shape[axis]), axis=axis)
+
+    blocks = []
+    for start in range(0, context.mask.shape[1], size):
+        keys, values = jax.tree.map(lambda x: part(x, x.ndim - 2, start), (context.keys, context.values))
+        mask = part(context.mask, 1, start)
+        blocks.append(Context(keys, values, mask, part(context.positions, 1, start)))
+    return blocks
+
+
 # The memory is donated: a copy of the cache in each round would double its size.
 @functools.partial(jax.jit, static_argnames=("decoder", "options"), donate_argnames="memory")
 def decode(
@@ -188,11 +207,14 @@ def decode(
     keeps none of the round's tokens. States change only with tokens of live slots.
     """
     contexts = _contexts(memory, rows.lengths, rows.cached)
+    if jax.default_backend() == "cpu":
+        contexts = (contexts[0], *(block for context in contexts[1:] for block in _in_blocks(context, BLOCK)))
     slots = len(rows.live)
     offsets = jnp.arange(options.time)
     starts = rows.lengths + rows.cached
     # Inside the loop, XLA would compute cosines and sines again in every layer for every token.
     angles = decoder.rotary_angles(starts[:, None] + offsets)
+    noise_at = _noise(rows.keys, rows.counts, decoder.config.vocab_size, options)
 
     def unfinished(state: Decoded) -> Bool[Array, ""]:
         return (state.time < options.time) & (state.live.sum() > enough)
@@ -217,7 +239,7 @@ def decode(
             angles=angles_now,
         )
         scores = _scores(decoder, params, hidden[:, 0])
-        tokens, logprobs = sample_tokens(scores, options.sampling, _step_keys(rows.keys, rows.counts + time))
+        tokens, logprobs = sample_tokens(scores, options.sampling, noise_at(time))
         recorded = recorded_tokens(scores, options.sampling, options.recording) | chosen_experts(decoder, sown)
         ended = jnp.isin(tokens, jnp.array(options.stop_ids, jnp.int32)) | (rows.counts + time + 1 >= rows.limits)
         return Decoded(
@@ -263,21 +285,69 @@ def _round_start(memory: Memory, rows: SlotState, decoder: Decoder, options: Rou
     )
 
 
+class TokenNoise(NamedTuple):
+    """Standard Gumbel variables of one token a row: for the choice of its block, and of its place in the block."""
+
+    blocks: Float[Array, "*rows blocks"]
+    places: Float[Array, "*rows length"]
+
+
+def token_noise(keys: Key[Array, "*rows"], vocab: int, sampling: Sampling) -> TokenNoise | None:
+    """The random numbers that `sample_tokens` reads, for each key; None at temperature 0."""
+    if sampling.temperature == 0:
+        return None
+    length = _block_length(vocab)
+    blocks = -(-vocab // length)
+
+    # With equal random numbers in both steps, the choice of a token would depend on the choice of its block.
+    def of_key(key: Array) -> TokenNoise:
+        steps = (jax.random.fold_in(key, 0), blocks), (jax.random.fold_in(key, 1), length)
+        return TokenNoise(*(jax.random.gumbel(step, (count,)) for step, count in steps))
+
+    for _ in keys.shape:
+        of_key = jax.vmap(of_key)
+    return of_key(keys)
+
+
+def _noise(
+    keys: UInt32[Array, "slots words"], counts: Int[Array, " slots"], vocab: int, options: RoundOptions
+) -> Callable[[Int[Array, ""]], TokenNoise | None]:
+    """The noise of all slots by the number of tokens of the round before; a short round draws it before its first token."""
+
+    def at(time: Array) -> TokenNoise | None:
+        return token_noise(_step_keys(keys, counts + time), vocab, options.sampling)
+
+    if len(counts) * options.time * 2 * _block_length(vocab) > MOST_NOISE:
+        return at
+    together = jax.vmap(at)(jnp.arange(options.time))
+    return lambda time: jax.tree.map(lambda x: x[time], together)
+
+
 def sample_tokens(
-    scores: Float[Array, "batch vocab"], sampling: Sampling, keys: Key[Array, " batch"]
+    scores: Float[Array, "batch vocab"], sampling: Sampling, noise: TokenNoise | None
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
-    """One token per row, sampled with the row's key, and its log-probability under the distribution that sampled it."""
+    """One token per row, sampled with the row's noise, and its log-probability under the distribution that sampled it.
+
+    Args:
+        noise: of each row; not read at temperature 0.
+    """
     # Each device samples its own rows, so it needs their scores for the whole vocabulary.
     scores = constrain(scores, ROWS)
     if sampling.temperature == 0:
         tokens = _in_two_steps(scores, jnp.max, lambda among, _: jnp.argmax(among, axis=-1))
     else:
-        # With equal random numbers in both steps, the choice of a token would depend on the choice of its block.
+        assert noise is not None
+
+        # The largest of scores plus Gumbel variables is a sample of their softmax.
         def sampled(among: Array, step: int) -> Array:
-            return jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, step), among)
+            return jnp.argmax(among + noise[step], axis=-1)
 
         tokens = _in_two_steps(sampling_logits(scores, sampling), jax.nn.logsumexp, sampled)
     return tokens, score_tokens(scores, tokens, sampling).logprobs
+
+
+def _block_length(vocab: int) -> int:
+    return math.isqrt(vocab - 1) + 1
 
 
 def _in_two_steps(scores: Float[Array, "batch vocab"], score_block: Callable, choose: Callable) -> Int[Array, " batch"]:
@@ -287,7 +357,7 @@ def _in_two_steps(scores: Float[Array, "batch vocab"], score_block: Callable, ch
     vocab, and avoids an argmax over many scores, which XLA compiles to slow code on CPUs.
     """
     batch, vocab = scores.shape
-    length = math.isqrt(vocab - 1) + 1
+    length = _block_length(vocab)
     padding = -vocab % length
     # At -inf the padding has probability 0, and it loses every tie as it comes last.
     blocks = jnp.pad(scores, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(batch, -1, length)
