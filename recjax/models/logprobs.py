@@ -189,22 +189,23 @@ def score_tokens(
         # The cuts of the current policy, which sort the vocabulary, are computed only where a set is missing.
         kept_scores = jax.lax.cond(has_set.all(), recorded_scores, recorded_or_current_scores)
     is_cut = keep is not None or sampling.has_cuts
-    logprobs, normalizer, entropy = _in_distribution(is_cut, kept_scores, tokens)
+    logprobs, entropy, largest, log_total = _in_distribution(is_cut, kept_scores, tokens)
     if TOP_IDS not in recorded:
         return TokenScores(logprobs, entropy)
     ids = recorded[TOP_IDS]
-    top_logprobs = jnp.take_along_axis(kept_scores, jnp.maximum(ids, 0), axis=-1) - normalizer[:, None]
+    top_scores = jnp.take_along_axis(kept_scores, jnp.maximum(ids, 0), axis=-1)
+    top_logprobs = top_scores - largest[:, None] - log_total[:, None]
     return TokenScores(logprobs, entropy, jnp.where(ids < 0, jnp.nan, top_logprobs))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_distribution(
     is_cut: bool, scores: Float[Array, "batch vocab"], tokens: Int[Array, " batch"]
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"], Float[Array, " batch"]]:
-    """log p(token), log Σ exp(scores), and the entropy of p = softmax(scores), in nats.
+) -> tuple[Float[Array, " batch"], ...]:
+    """log p(token), the entropy of p in nats, m = max scores, and log Σ exp(scores − m), where p = softmax(scores).
 
     The backward pass reads the scores once and writes their gradient once; JAX's own rules for the same functions take
-    eight arrays of this size.
+    eight arrays of this size. m has no gradient, which the others do not need.
 
     Args:
         is_cut: scores may be -inf, where p is 0.
@@ -212,28 +213,28 @@ def _in_distribution(
     return _forward(is_cut, scores, tokens)[0]
 
 
-def _forward(is_cut: bool, scores: Array, tokens: Array) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
-    largest = scores.max(axis=-1, keepdims=True)
-    shifted = scores - largest
+def _forward(is_cut: bool, scores: Array, tokens: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    largest = scores.max(axis=-1)
+    shifted = scores - largest[:, None]
     if is_cut:
         shifted = jnp.maximum(shifted, LEAST_LOGPROB)
     weights = jnp.exp(shifted)
     total = weights.sum(axis=-1)
-    entropy = jnp.log(total) - (weights * shifted).sum(axis=-1) / total
-    chosen = jnp.take_along_axis(scores, tokens[:, None], axis=-1)
-    logprobs = (chosen - largest)[:, 0] - jnp.log(total)
-    normalizer = largest[:, 0] + jnp.log(total)
-    return (logprobs, normalizer, entropy), (scores, tokens, normalizer, entropy)
+    log_total = jnp.log(total)
+    entropy = log_total - (weights * shifted).sum(axis=-1) / total
+    chosen = jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
+    logprobs = chosen - largest - log_total
+    return (logprobs, entropy, largest, log_total), (scores, tokens, largest + log_total, entropy)
 
 
-def _backward(is_cut: bool, kept: tuple[Array, ...], gradients: tuple[Array, Array, Array]) -> tuple[Array, None]:
-    """The gradients of log p(token), log Σ exp(scores) and H are 1{token} − p, p, and −p (log p + H)."""
+def _backward(is_cut: bool, kept: tuple[Array, ...], gradients: tuple[Array, ...]) -> tuple[Array, None]:
+    """The gradients of log p(token), H and log Σ exp(scores − m) are 1{token} − p, −p (log p + H), and p."""
     scores, tokens, normalizer, entropy = kept
-    of_logprobs, of_normalizer, of_entropy = (gradient[:, None] for gradient in gradients)
+    of_logprobs, of_entropy, _, of_log_total = (gradient[:, None] for gradient in gradients)
     logprobs = scores - normalizer[:, None]
     if is_cut:
         logprobs = jnp.maximum(logprobs, LEAST_LOGPROB)
-    factor = of_normalizer - of_logprobs - of_entropy * (logprobs + entropy[:, None])
+    factor = of_log_total - of_logprobs - of_entropy * (logprobs + entropy[:, None])
     is_token = jnp.arange(scores.shape[-1]) == tokens[:, None]
     return jnp.exp(logprobs) * factor + jnp.where(is_token, of_logprobs, 0.0), None
 
@@ -242,8 +243,8 @@ _in_distribution.defvjp(_forward, _backward)
 
 
 def positions_at_once(config: DecoderConfig, chunk: int) -> int:
-    """Token positions whose scores exist together: `chunk`, or more if their scores are few."""
-    return max(chunk, FEW_SCORES // config.vocab_size)
+    """Token positions of one chunk: `chunk`, or more if their scores are few."""
+    return max(chunk, FEW_SCORES // 4 // config.vocab_size)
 
 
 def chunked_scores(
@@ -300,9 +301,13 @@ def chunked_scores(
             return scores._replace(divergence=divergence)
 
         inputs = hidden, teacher_hidden, recorded, tokens
-        if length < count:
-            one_chunk = jax.checkpoint(one_chunk)  # or the backward pass would have the scores of all chunks
-        scores = jax.lax.map(one_chunk, jax.tree.map(in_chunks, inputs))
+        chunks = jax.tree.map(in_chunks, inputs)
+        if -(-count // length) * length * config.vocab_size <= FEW_SCORES:
+            # A loop would copy the scores into a stack and out of it again.
+            parts = [one_chunk(jax.tree.map(lambda x: x[number], chunks)) for number in range(-(-count // length))]
+            scores = jax.tree.map(lambda *parts: jnp.stack(parts), *parts)
+        else:
+            scores = jax.lax.map(jax.checkpoint(one_chunk), chunks)
         return jax.tree.map(without_chunks, scores)
 
     heads = [_head(params)]

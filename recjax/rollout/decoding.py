@@ -24,9 +24,9 @@ from recjax.models.placement import ROWS, constrain
 from recjax.models.sampling import NOTHING_RECORDED, TokenRecord
 from recjax.rollout.keys_values import Memory, cache_rows, cache_time, empty, over_mesh, put_round, read_slots
 
-
-BLOCK = 16  # tokens of a block of the memory on a CPU
-MOST_NOISE = 2**22  # random numbers that a round holds together
+BLOCK = 16  # tokens of a block of the later tokens' memory on a CPU
+MOST_COPIED = 2**25  # numbers of the memory that a CPU copies into blocks for a round: 128 MiB
+MOST_NOISE = 2**22  # random numbers that a round holds together: 16 MiB
 
 
 class SlotState(NamedTuple):
@@ -174,14 +174,18 @@ def _contexts(memory: Memory, lengths: Int[Array, " rows"], cached: Int[Array, "
     return prompt, Context(keys, values, offsets < cached[:, None], lengths[:, None] + offsets)
 
 
-def _in_blocks(context: Context, size: int) -> list[Context]:
-    """The context as contexts of up to `size` tokens. Matmuls of a CPU read those in use, several at a time."""
+def _in_blocks(context: Context) -> list[Context]:
+    """The context as contexts of up to BLOCK tokens.
+
+    XLA on the CPU computes the attention of one token a slot as a matmul on one core, which takes as long as it takes
+    to read all keys. Several blocks take several cores, and nobody reads a block that no slot has filled.
+    """
 
     def part(x: Array, axis: int, start: int) -> Array:
-        return jax.lax.slice_in_dim(x, start, min(start + size, x.shape[axis]), axis=axis)
+        return jax.lax.slice_in_dim(x, start, min(start + BLOCK, x.shape[axis]), axis=axis)
 
     blocks = []
-    for start in range(0, context.mask.shape[1], size):
+    for start in range(0, context.mask.shape[1], BLOCK):
         keys, values = jax.tree.map(lambda x: part(x, x.ndim - 2, start), (context.keys, context.values))
         mask = part(context.mask, 1, start)
         blocks.append(Context(keys, values, mask, part(context.positions, 1, start)))
@@ -207,14 +211,17 @@ def decode(
     keeps none of the round's tokens. States change only with tokens of live slots.
     """
     contexts = _contexts(memory, rows.lengths, rows.cached)
-    if jax.default_backend() == "cpu":
-        contexts = (contexts[0], *(block for context in contexts[1:] for block in _in_blocks(context, BLOCK)))
+    if (
+        jax.default_backend() == "cpu"
+        and jax.tree.reduce(lambda size, x: size + x.size, memory.later, 0) <= MOST_COPIED
+    ):
+        contexts = (contexts[0], *(block for context in contexts[1:] for block in _in_blocks(context)))
     slots = len(rows.live)
     offsets = jnp.arange(options.time)
     starts = rows.lengths + rows.cached
     # Inside the loop, XLA would compute cosines and sines again in every layer for every token.
     angles = decoder.rotary_angles(starts[:, None] + offsets)
-    noise_at = _noise(rows.keys, rows.counts, decoder.config.vocab_size, options)
+    noise_at = round_noise(rows.keys, rows.counts, decoder.config.vocab_size, options)
 
     def unfinished(state: Decoded) -> Bool[Array, ""]:
         return (state.time < options.time) & (state.live.sum() > enough)
@@ -309,10 +316,14 @@ def token_noise(keys: Key[Array, "*rows"], vocab: int, sampling: Sampling) -> To
     return of_key(keys)
 
 
-def _noise(
+def round_noise(
     keys: UInt32[Array, "slots words"], counts: Int[Array, " slots"], vocab: int, options: RoundOptions
 ) -> Callable[[Int[Array, ""]], TokenNoise | None]:
-    """The noise of all slots by the number of tokens of the round before; a short round draws it before its first token."""
+    """A function of the number of earlier tokens of the round, which returns the noise of the slots' next tokens.
+
+    If they are few, a round draws all numbers before its first token: XLA on the CPU draws them in loops of many small
+    operations.
+    """
 
     def at(time: Array) -> TokenNoise | None:
         return token_noise(_step_keys(keys, counts + time), vocab, options.sampling)

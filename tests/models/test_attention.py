@@ -13,7 +13,14 @@ import pytest
 from recjax.config import ModelConfig
 from recjax.hub.policy import attention_kernel, kernel_options
 from recjax.models import attention
-from recjax.models.attention import KERNELS, attend, one_token_attention, self_attention_mask, splash_attention
+from recjax.models.attention import (
+    KERNELS,
+    attend,
+    one_token_attention,
+    plain_attention,
+    self_attention_mask,
+    splash_attention,
+)
 from recjax.models.decoder import REMAT, Decoder, DecoderTokens
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import completion_logprobs
@@ -524,6 +531,15 @@ def test_the_one_token_kernel_equals_plain_attention(heads, kv_heads, head_dim, 
     )
     expected = by_definition(queries, keys, values, seen[:, 0, 0, 0], 0.3)
     np.testing.assert_allclose(found.astype(jnp.float32).reshape(4, -1), expected, atol=0.01)
+
+
+def test_skipped_segments_change_nothing():
+    queries, segments = contexts_of_one_token(4, 2, 16, (7, 5, 6))
+    keys, values, seen = segments[1]
+    segments[1] = keys, jnp.full_like(values, jnp.nan), jnp.zeros_like(seen)  # nobody attends to it
+    skipped = plain_attention(queries, segments, 0.3, None, skips=True)
+    expected = plain_attention(queries, [segments[0], segments[2]], 0.3, None)
+    np.testing.assert_array_equal(skipped, expected)
 
 
 @pytest.mark.slow

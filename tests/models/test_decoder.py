@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from recjax.hub.weights import load_pretrained, tensor_names
-from recjax.models.decoder import Context, Decoder, init_params, logits
-from recjax.models.decoder_config import DecoderConfig
-from recjax.models.rotary import RopeScaling
+from recjax.models.decoder import Context, Decoder, init_params, logits, rotary_of
+from recjax.models.decoder_config import ACTIVATIONS, DecoderConfig
+from recjax.models.layer import _gated
+from recjax.models.rotary import RopeScaling, rotary_angles
+from recjax.models.unrolling import params_for
 from tests.closeness import assert_close
 from tests.marks import campaign_except
 from tests.tiny import params_of
@@ -299,3 +301,44 @@ def test_unknown_rope_scaling_is_named():
     config = dataclasses.replace(SMALL, rope_scaling=RopeScaling("dynamic", 2.0))
     with pytest.raises(ValueError, match="rope_scaling kind 'dynamic' is not known"):
         init_params(config, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"), [("silu", jnp.float32), ("silu", jnp.bfloat16), ("gelu_tanh", jnp.float32)]
+)
+def test_gated_units_have_the_gradients_of_their_definition(activation, dtype):
+    gate, up, weights = (4 * jax.random.normal(key, (5, 7)) for key in jax.random.split(jax.random.key(0), 3))
+    gate = gate.at[0, :2].set(jnp.array([80.0, -80.0])).astype(dtype)
+    up = up.astype(dtype)
+
+    def weighed(gated):
+        def total(gate, up):
+            return (weights * gated(gate, up).astype(jnp.float32)).sum()
+
+        return jax.grad(total, argnums=(0, 1))(gate.astype(jnp.float32), up.astype(jnp.float32))
+
+    expected = weighed(lambda gate, up: ACTIVATIONS[activation](gate) * up)
+    found = jax.grad(
+        lambda gate, up: (weights * _gated(activation, gate, up).astype(jnp.float32)).sum(), argnums=(0, 1)
+    )
+    for one, other in zip(found(gate, up), expected, strict=True):
+        assert one.dtype == dtype
+        assert_close(one, other, 1e-5 if dtype == jnp.float32 else 2e-2)
+
+
+def test_rotary_angles_are_computed_once_on_cpus():
+    config = DecoderConfig(13, 16, 32, 3, 2, 1, 8)
+    decoder = Decoder(config, unrolled=True)
+    params = params_for(decoder, params_of(config))
+    tokens = jnp.arange(10).reshape(2, 5)
+
+    def total(params):
+        hidden, _ = decoder.apply({"params": params}, tokens, jnp.arange(5) + tokens[:, :1], jnp.ones((2, 5), bool))
+        return hidden.sum()
+
+    compiled = jax.jit(jax.grad(total)).lower(params).compile().as_text()
+    assert compiled.count(" cosine(") == compiled.count(" sine(") == 1
+    angles = jax.jit(lambda positions: rotary_angles(positions, rotary_of(config)))(tokens)
+    radians = tokens[..., None].astype(jnp.float32) * rotary_of(config).frequencies
+    np.testing.assert_array_equal(angles.cos, jax.jit(jnp.cos)(radians))
+    np.testing.assert_array_equal(angles.sin, jax.jit(jnp.sin)(radians))

@@ -9,12 +9,15 @@ import pytest
 
 from recjax.algorithms.regularizers import teacher_divergence
 from recjax.experience.recorded import has_sets, sets_from_lists, sets_to_lists, top_from_lists, top_to_lists
+from recjax.models import logprobs as logprobs_module
 from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import (
     SAMPLED,
     Compared,
     Sampling,
+    _in_distribution,
+    chunked_scores,
     completion_logprobs,
     kept_tokens,
     recorded_shapes,
@@ -333,3 +336,49 @@ def test_a_divergence_in_chunks_equals_the_plain_one(options):
     assert found > 1e-2
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda params: in_chunks(params)[0]))(initial()))
     assert "f32[7,13]" in jaxpr and "f32[30,13]" not in jaxpr and "f32[6,5,13]" not in jaxpr
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_distributions_have_the_gradients_of_their_definition(is_cut):
+    generator = np.random.default_rng(0)
+    scores = jnp.array(3 * generator.normal(size=(6, 11)), jnp.float32)
+    tokens = jnp.array(generator.integers(0, 11, 6))
+    if is_cut:
+        removed = jnp.array(generator.random((6, 11)) < 0.4) & (jnp.arange(11) != tokens[:, None])
+        scores = jnp.where(removed, -jnp.inf, scores)
+    weights = jnp.array(generator.normal(size=(3, 6)), jnp.float32)
+
+    def own(scores):
+        logprobs, entropy, largest, log_total = _in_distribution(is_cut, scores, tokens)
+        return (weights * jnp.stack([logprobs, entropy, jax.lax.stop_gradient(largest) + log_total])).sum()
+
+    def defined(scores):
+        logprobs = jax.nn.log_softmax(scores)
+        finite = jnp.isfinite(logprobs)
+        entropy = -jnp.where(finite, jnp.exp(logprobs) * jnp.where(finite, logprobs, 0.0), 0.0).sum(-1)
+        chosen = jnp.take_along_axis(logprobs, tokens[:, None], -1)[:, 0]
+        return (weights * jnp.stack([chosen, entropy, jax.nn.logsumexp(scores, axis=-1)])).sum()
+
+    found, expected = (jax.value_and_grad(function)(scores) for function in (own, defined))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    kept = np.isfinite(scores)
+    np.testing.assert_allclose(found[1][kept], expected[1][kept], atol=2e-6)
+    assert not np.any(found[1][~kept])
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 100])
+def test_chunks_of_every_size_give_equal_gradients(monkeypatch, chunk):
+    config = DecoderConfig(13, 16, 32, 1, 2, 1, 8)
+    params = params_of(config)
+    generator = np.random.default_rng(0)
+    hidden = jnp.array(generator.normal(size=(4, 5, 16)), jnp.float32)
+    tokens = jnp.array(generator.integers(0, 13, (4, 5)))
+
+    def total(hidden, chunk):
+        scores = chunked_scores(config, params, hidden, tokens, Sampling(), chunk)
+        return (scores.logprobs * jnp.arange(20.0).reshape(4, 5)).sum() + scores.entropy.sum()
+
+    expected = jax.grad(total)(hidden, 20)  # few scores: all at once
+    for few in (0, 13 * 8 * 3, 2**24):  # a loop; a few chunks written out; all at once
+        monkeypatch.setattr(logprobs_module, "FEW_SCORES", few)
+        assert_close(jax.grad(total)(hidden, chunk), expected, 1e-5)

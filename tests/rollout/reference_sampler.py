@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from recjax.models.decoder import Context, Decoder, logits
 from recjax.models.logprobs import Sampling, last_hidden
 from recjax.models.placement import ROWS, constrain
-from recjax.rollout.decoding import sample_tokens
+from recjax.rollout.decoding import sample_tokens, token_noise
 
 
 class Completions(NamedTuple):
@@ -71,7 +71,8 @@ def sample(
     def record(state: _Decoding, scores: Float[Array, "batch vocab"]) -> _Decoding:
         time, alive = state.time, ~state.finished
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, time)
-        tokens, logprobs = sample_tokens(scores, sampling, keys)
+        noise = token_noise(keys, scores.shape[-1], sampling)
+        tokens, logprobs = sample_tokens(scores, sampling, noise)
         output = state.output._replace(
             tokens=state.output.tokens.at[:, time].set(jnp.where(alive, tokens, 0)),
             mask=state.output.mask.at[:, time].set(alive),

@@ -57,9 +57,10 @@ PLAIN_SAMPLING = Sampling()
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
-    """Rounds of 5 tokens, caches from 16 and slots from 5: a short completion goes through several of them."""
+    """Rounds of 5 tokens, caches from 16, slots from 5, blocks of 4: a short completion takes several of them."""
     for name, value in {"ROUND": 5, "SHORTEST_CACHE": 16, "FEWEST_SLOTS": 5}.items():
         monkeypatch.setattr(plan, name, value)
+    monkeypatch.setattr(decoding, "BLOCK", 4)
     monkeypatch.setattr(unrolling, "LEAST_WEIGHTS", 0)
 
 

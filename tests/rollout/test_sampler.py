@@ -10,7 +10,8 @@ import pytest
 from recjax.models.decoder import Decoder, logits
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling, sampling_logits
-from recjax.rollout.decoding import sample_tokens
+from recjax.rollout import decoding
+from recjax.rollout.decoding import sample_tokens, token_noise
 from tests.closeness import assert_same_logprobs
 from tests.marks import campaign
 from tests.rollout.reference_sampler import sample
@@ -130,7 +131,11 @@ def test_a_choice_in_two_steps_equals_one_step(vocabulary):
     scores[vocabulary // 2] = -np.inf if vocabulary > 1 else 0.0
     every = np.broadcast_to(scores, (rows, vocabulary))
     keys = jax.random.split(jax.random.key(2), rows)
-    draw_tokens = jax.jit(sample_tokens, static_argnums=1)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw_tokens(scores, sampling, keys):
+        return sample_tokens(scores, sampling, token_noise(keys, vocabulary, sampling))
+
     greedy, _ = draw_tokens(every, Sampling(temperature=0.0), keys)
     np.testing.assert_array_equal(greedy, np.argmax(every, axis=-1))  # the first of several that are highest
     drawn, logprobs = draw_tokens(every, Sampling(), keys)
@@ -138,3 +143,25 @@ def test_a_choice_in_two_steps_equals_one_step(vocabulary):
     assert_same_logprobs(logprobs, np.log(probabilities[drawn]))
     frequencies = np.bincount(drawn, minlength=vocabulary) / rows
     np.testing.assert_allclose(frequencies, probabilities, atol=5 * np.sqrt(probabilities.max() / rows))
+
+
+def test_noise_makes_the_choices_of_jax_categorical():
+    vocabulary = 23  # five blocks of five, the last with padding
+    keys = jax.random.split(jax.random.key(2), 40)
+    noise = token_noise(keys, vocabulary, PLAIN)
+    scores = jnp.array(np.random.default_rng(1).normal(size=5), jnp.float32)
+    for step, of_step in enumerate(noise):
+        drawn = jax.vmap(lambda key, step=step: jax.random.categorical(jax.random.fold_in(key, step), scores))(keys)
+        np.testing.assert_array_equal(jnp.argmax(scores + of_step, axis=-1), drawn)
+    assert token_noise(keys, vocabulary, Sampling(temperature=0.0)) is None
+
+
+def test_noise_of_a_round_is_that_of_its_tokens(monkeypatch):
+    keys = jax.random.key_data(jax.random.split(jax.random.key(2), 3))
+    counts = jnp.array([4, 0, 9])
+    options = decoding.RoundOptions(PLAIN, STOP, time=5)
+    together = decoding.round_noise(keys, counts, 23, options)
+    monkeypatch.setattr(decoding, "MOST_NOISE", 0)
+    one_by_one = decoding.round_noise(keys, counts, 23, options)
+    for time in jnp.arange(5):
+        jax.tree.map(np.testing.assert_array_equal, together(time), one_by_one(time))
