@@ -101,7 +101,7 @@ def _silu_gated(gate: Array, up: Array) -> Array:
 def _silu_gated_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     """The gradients of gate and up are σ (1 + x (1 − σ)) · up and x σ, times the output's.
 
-    σ is written as a tanh: as a quotient, XLA would take the forward pass's and keep all its arrays in memory until here.
+    σ is written as a tanh. As a quotient, XLA would take the forward pass's and keep its arrays in memory until here.
     """
     x, up = (array.astype(jnp.float32) for array in kept)
     gradient = gradient.astype(jnp.float32)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -302,9 +302,9 @@ def chunked_scores(
 
         inputs = hidden, teacher_hidden, recorded, tokens
         chunks = jax.tree.map(in_chunks, inputs)
-        if -(-count // length) * length * config.vocab_size <= FEW_SCORES:
+        if len(jax.tree.leaves(chunks)[0]) * length * config.vocab_size <= FEW_SCORES:
             # A loop would copy the scores into a stack and out of it again.
-            parts = [one_chunk(jax.tree.map(lambda x: x[number], chunks)) for number in range(-(-count // length))]
+            parts = [one_chunk(part) for part in _unstacked(chunks)]
             scores = jax.tree.map(lambda *parts: jnp.stack(parts), *parts)
         else:
             scores = jax.lax.map(jax.checkpoint(one_chunk), chunks)
@@ -314,6 +314,12 @@ def chunked_scores(
     if compared is not None:
         heads.append(_head(compared.params))
     return over_rows(score_rows, heads, hidden, teacher_hidden, recorded, tokens)
+
+
+def _unstacked(arrays: Any) -> list[Any]:
+    """Trees of the entries of all arrays' first axis."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return [structure.unflatten(entries) for entries in zip(*leaves, strict=True)]
 
 
 def _head(params: dict) -> dict:

@@ -181,15 +181,19 @@ def _in_blocks(context: Context) -> list[Context]:
     to read all keys. Several blocks take several cores, and nobody reads a block that no slot has filled.
     """
 
-    def part(x: Array, axis: int, start: int) -> Array:
-        return jax.lax.slice_in_dim(x, start, min(start + BLOCK, x.shape[axis]), axis=axis)
+    def blocks(x: Array, axis: int) -> list[Array]:
+        return jnp.split(x, list(range(BLOCK, x.shape[axis], BLOCK)), axis=axis)
 
-    blocks = []
-    for start in range(0, context.mask.shape[1], BLOCK):
-        keys, values = jax.tree.map(lambda x: part(x, x.ndim - 2, start), (context.keys, context.values))
-        mask = part(context.mask, 1, start)
-        blocks.append(Context(keys, values, mask, part(context.positions, 1, start)))
-    return blocks
+    keys, structure = jax.tree.flatten(context.keys)
+    values = jax.tree.leaves(context.values)
+    # By layer, or for all layers at once, and then by block.
+    keys_by_block, values_by_block = (zip(*(blocks(x, -2) for x in layers), strict=True) for layers in (keys, values))
+    return [
+        Context(structure.unflatten(own_keys), structure.unflatten(own_values), mask, positions)
+        for own_keys, own_values, mask, positions in zip(
+            keys_by_block, values_by_block, blocks(context.mask, 1), blocks(context.positions, 1), strict=True
+        )
+    ]
 
 
 # The memory is donated: a copy of the cache in each round would double its size.
