@@ -48,7 +48,7 @@ TITLES = {
     "d": "d, uneven completions",
 }
 NAMED_VERSIONS = ("jax", "torch", "trl", "google-tunix", "transformers")  # the others are in the file
-NONE_YET = "None yet: no file of measurements is in the repository.\n"
+NONE_YET = "None yet: the repository has no files for this table.\n"
 
 
 class Comparison(NamedTuple):
@@ -225,6 +225,30 @@ def bfloat16_verdicts(found: list[Comparison]) -> str:
     return "\n".join([*table(cells), ""])
 
 
+def waiting_table(results: Mapping[str, dict[str, Any]]) -> str:
+    """Step times of systems that share one CPU with waiting systems, and with stopped ones, where files have both."""
+    stopped = _seconds_of_steps(result for result in results.values() if are_stopped(result))
+    waiting = _seconds_of_steps(result for result in results.values() if not are_stopped(result))
+    cells = [["CPU", "shape", "system", "step, others stopped, s", "step, others waiting, s", "waiting, × of stopped"]]
+    for key in sorted(stopped.keys() & waiting.keys()):
+        seconds = [stopped[key], waiting[key]]
+        ratio = np.median(seconds[1]) / np.median(seconds[0])
+        cells.append([*key, *map(with_range, seconds), f"{ratio:.2f}"])
+    if len(cells) == 1:
+        return NONE_YET
+    return "\n".join([*table(cells), ""])
+
+
+def _seconds_of_steps(results: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], np.ndarray]:
+    """(CPU, shape, system) → seconds of the newest file's steps, [rounds]."""
+    found = {}
+    for result in sorted(results, key=lambda result: result["machine"]["date"]):
+        for row in result["rows"]:
+            if row["phase"] == "step":
+                found[kind_of_cpu(result["machine"]), result["shape"], row["system"]] = np.array(row["rounds"])
+    return found
+
+
 def all_tables(results: Mapping[str, dict[str, Any]]) -> str:
     """The tables of every file, by shape and then by file."""
     if not results:
@@ -239,6 +263,7 @@ def blocks(results: Mapping[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
     precisions = float32_next_to_bfloat16(results)
     return {
         ("benchmarks/RESULTS.md", "tables"): all_tables(results),
+        ("benchmarks/RESULTS.md", "waiting"): waiting_table(results),
         ("docs/performance.md", "speed"): speed_table(found),
         ("docs/performance.md", "bfloat16"): bfloat16_table(precisions),
         ("docs/comparison.md", "speed"): speed_by_cpu(found),

@@ -116,6 +116,17 @@ def test_waiting_systems_and_older_files_are_not_compared():
     assert [one.file for one in pages.comparisons(files)] == ["a_1.json"]
 
 
+def test_waiting_is_compared_with_stopping():
+    files = {
+        "a_1.json": result(EPYC, {"recjax": [1.0, 2.0, 3.0], "trl": [1.0]}),
+        "a_2.json": result(EPYC, {"recjax": [3.0, 5.0, 4.0], "torch": [1.0]}, others="wait"),
+        "a_3.json": result(XEON, {"recjax": [9.0]}, others="wait"),
+    }
+    (line,) = pages.waiting_table(files).splitlines()[2:]
+    assert line.endswith("| a | recjax | 2.00 (1.00–3.00) | 4.00 (3.00–5.00) | 2.00 |")
+    assert pages.waiting_table({"a_1.json": files["a_1.json"]}) == pages.NONE_YET
+
+
 def test_bfloat16_is_faster_slower_or_neither():
     files = {
         "a.json": result(EPYC, {"recjax": [3.0, 2.0], "recjax:bfloat16": [2.0, 1.0]}),
