@@ -7,7 +7,8 @@ benchmarks/requirements; a system whose environment or start fails is skipped, w
 same weights, prompts and reward, warm up, and then make one call of each phase a round, in rotating order.
 While one works, the processes of all others are stopped (SIGSTOP): the threads of a system that only waits take time
 from the one that is measured. `--others wait` leaves them running, which shows how much. Shapes are in
-benchmarks/shapes.py. `python -m benchmarks.tables` makes tables.
+benchmarks/shapes.py. The command prints the tables of its file, with the CPU's family and vector units;
+`python -m benchmarks.pages` writes those of all files of benchmarks/results into the pages.
 
 With `--checks none` the systems' answers are not compared, so a random model's weights need not be equal: each system
 draws its own on its device, and no file of weights is written or read.
@@ -18,6 +19,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +40,7 @@ from benchmarks.inputs import write_inputs
 from benchmarks.rows import make_rows
 from benchmarks.shapes import SHAPES
 from benchmarks.systems import SYSTEMS, System, interpreter, named
+from benchmarks.tables import section
 from recjax.errors import UserError
 from recjax.runtime.cache import cache_folder
 from recjax.runtime.files import write_whole
@@ -68,8 +71,19 @@ def define_flags() -> None:
     )
 
 
-# As Linux names them in /proc/cpuinfo; the last two are Arm's.
-VECTOR_UNITS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
+# As Linux names them in /proc/cpuinfo; the last three are Arm's.
+VECTOR_UNITS = (
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "sve",
+    "bf16",
+)
 _installing = threading.Lock()  # several systems share an environment
 
 
@@ -290,10 +304,16 @@ def machine() -> dict:
         "family": " ".join(found[name] for name in ("cpu family", "model") if name in found),
         "vector_units": [unit for unit in VECTOR_UNITS if unit in flags_of_cpu],
         "cores": psutil.cpu_count(),
+        "physical_cores": psutil.cpu_count(logical=False),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def without_folders(arguments: list[str]) -> list[str]:
+    """The command's arguments without the folders of absolute paths, which other machines do not have."""
+    return [re.sub(r"(^|[=,])/[^=,]*/", r"\1", argument) for argument in arguments]
 
 
 def _lines(file: str) -> list[str]:
@@ -322,7 +342,7 @@ def main(_) -> None:
         "shape": FLAGS.shape,
         "repeats": FLAGS.repeats,
         "others": FLAGS.others,
-        "command": sys.argv[1:],
+        "command": without_folders(sys.argv[1:]),
         "machine": machine(),
     }
     if shape.gpu and not has_gpu():
@@ -370,6 +390,7 @@ def write(content: dict) -> None:
     out = Path(FLAGS.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, json.dumps(content, indent=1) + "\n")
+    print(section(content))
     say(f"written: {out}")
 
 

@@ -1,24 +1,20 @@
 """Markdown tables of the measurements of benchmarks.run; no number is typed by hand.
 
-    python -m benchmarks.tables benchmarks/RESULTS.md a.json b.json [...]
+    python -m benchmarks.tables a.json b.json [...]
 
-Replaces the page's lines between `<!-- tables -->` and `<!-- end of tables -->`, and draws docs/benchmarks.png of
-all tables there; without files, it only draws.
+prints the tables of these files. `python -m benchmarks.pages` writes those of all committed files into the pages.
 """
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from recjax.plots.style import COLORS, GREY, new_figure
+from recjax.hub.policy import BFLOAT16_UNITS
 
-PICTURE = Path(__file__).parents[1] / "docs" / "benchmarks.png"
 PHASES = {
     "step": "whole step",
     "generate": "generation",
@@ -31,42 +27,38 @@ PHASES = {
     "weight_copy": "copy of weights",
     "checkpoint": "checkpoint",
 }
-SYSTEMS = {  # in the chart
-    "trl": "TRL",
-    "tunix": "Tunix",
-    "transformers": "transformers",
-    "torch_shared": "hand-written PyTorch",
-    "torch_shared:bfloat16": "hand-written PyTorch, bfloat16",
-}
-SHAPES = {  # titles in the chart
-    "a": "a, small decoder",
-    "b": "b, SmolLM2-135M",
-    "c": "c, long shared prompt",
-    "d": "d, uneven completions",
-}
 TIMES_OF = ("step", "generate", "update")  # the phases whose ratio to recjax is shown
+# Vector units as in /proc/cpuinfo → name, the widest first.
+WIDEST = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
 
 
 def tables(results: Sequence[dict[str, Any]]) -> str:
     """All tables of some runs."""
-    return "\n".join(_section(result) for result in results)
+    return "\n".join(section(result) for result in results)
 
 
-def _section(result: dict[str, Any]) -> str:
+def section(result: dict[str, Any], file: str | None = None) -> str:
+    """The tables of a run, below a heading with shape and CPU.
+
+    Args:
+        file: path of the run's file, for a link.
+    """
+    title = f"### Shape {result['shape']}: {kind_of_cpu(result['machine'])}"
     if not result["rows"]:
-        return f"### Shape {result['shape']}\n\nNot measured: {_reasons(result['skipped'])}.\n"
+        return f"{title}\n\nNot measured: {_reasons(result['skipped'])}.\n"
     given, machine = result["given"], result["machine"]
     lengths = f"prompt {given['prompt_tokens']}, completion {given['completion_tokens']}"
     stop = f", of which each token ends with chance {given['stop_share']:.0%}" if given["stop_share"] else ""
     loads = result["other_load"]
+    link = f" ([file]({file}))" if file else ""
     lines = [
-        f"### Shape {result['shape']}{_precision(result['rows'])}",
+        title,
         "",
         f"{_model(given['model'])}; {given['prompts']} prompts × {given['group_size']}, {lengths}{stop};"
-        f" {result['repeats']} rounds on {_cpu(machine)}, {machine['cores']} cores, {machine['date'][:10]}."
-        f" Other load before a round: median {np.median(loads):.0%}, at most {max(loads):.0%}.",
+        f" {result['repeats']} rounds on {_cpu(machine)}, {_cores(machine)}, {machine['date'][:10]}."
+        f" {_others(result)} Other load before a round: median {np.median(loads):.0%}, at most {max(loads):.0%}.",
         "",
-        f"`python -m benchmarks.run {' '.join(result['command'])}`",
+        f"`python -m benchmarks.run {' '.join(result['command'])}`{link}",
         "",
         *_times(result["rows"]),
         "",
@@ -83,20 +75,58 @@ def _section(result: dict[str, Any]) -> str:
 
 
 def _cpu(machine: dict[str, Any]) -> str:
-    """The processor's name, family and model, and vector units; earlier results have only the name."""
-    details = []
-    if machine.get("family"):
-        details.append(f"family and model {machine['family']}")
-    if machine.get("vector_units"):
-        details.append(", ".join(machine["vector_units"]))
+    """The processor's name, family and model, and vector units as Linux names them."""
+    details = [text for text in (_family(machine), ", ".join(machine.get("vector_units", []))) if text]
     if not details:
         return machine["cpu"]
     return f"{machine['cpu']} ({'; '.join(details)})"
 
 
-def _precision(rows: list[dict]) -> str:
-    """Distinguishes the headings of a shape's two runs."""
-    return " in bfloat16" if any(row["system"].endswith(":bfloat16") for row in rows) else ""
+def _family(machine: dict[str, Any]) -> str:
+    family, _, model = machine.get("family", "").partition(" ")
+    if not family:
+        return ""
+    return f"family {family}, model {model}"
+
+
+def kind_of_cpu(machine: dict[str, Any]) -> str:
+    """A name that differs between two kinds of CPU: maker, family and model, widest vector units, cores."""
+    name = machine["cpu"].replace("(R)", "").replace("(TM)", "").partition("@")[0]
+    words = [word for word in name.split() if word not in ("CPU", "Processor")]
+    parts = [" ".join(words), _family(machine), _widest_units(machine.get("vector_units", []))]
+    parts.append(_cores(machine))
+    return ", ".join(part for part in parts if part)
+
+
+def _cores(machine: dict[str, Any]) -> str:
+    """The number of cores, or of CPUs that share cores; earlier files do not say which."""
+    cpus = machine["cores"]
+    cores = machine.get("physical_cores") or cpus
+    if cores == cpus:
+        return f"{cpus} cores"
+    return f"{cpus} CPUs of {cores} {'core' if cores == 1 else 'cores'}"
+
+
+def _widest_units(units: Sequence[str]) -> str:
+    """The widest vectors, and whether the CPU multiplies bfloat16 numbers."""
+    widest = next((name for unit, name in WIDEST.items() if unit in units), "")
+    if "amx_tile" in units:
+        widest += " and AMX"
+    if BFLOAT16_UNITS.isdisjoint(units):
+        return widest
+    return f"{widest} with BF16"
+
+
+def _others(result: dict[str, Any]) -> str:
+    """What the other systems did while one worked; earlier files do not say it, and the systems waited."""
+    if are_stopped(result):
+        return "While one system worked, all others were stopped."
+    return "**The other systems waited in memory**, which slows the one that works."
+
+
+def are_stopped(result: dict[str, Any]) -> bool:
+    """True if all other systems were stopped while one worked."""
+    return result.get("others") == "stop"
 
 
 def _model(model: str | dict) -> str:
@@ -139,13 +169,22 @@ def _ratio(ours: dict | None, theirs: dict | None) -> str:
     """How many times as many tokens a second we do, round by round: median (lowest–highest)."""
     if ours is None or theirs is None or ours is theirs:
         return ""
+    return with_range(round_ratios(ours, theirs))
+
+
+def with_range(ratios: np.ndarray) -> str:
+    """Median (lowest–highest)."""
+    return f"{np.median(ratios):.2f} ({ratios.min():.2f}–{ratios.max():.2f})"
+
+
+def round_ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> np.ndarray:
+    """Our tokens a second over theirs in each round, [rounds]; without tokens, their seconds over ours."""
     count = min(len(ours["rounds"]), len(theirs["rounds"]))
     rates = [
         np.divide(row.get("tokens", np.ones(len(row["rounds"])))[:count], row["rounds"][:count])
         for row in (ours, theirs)
     ]
-    ratios = rates[0] / rates[1]
-    return f"{np.median(ratios):.2f} ({ratios.min():.2f}–{ratios.max():.2f})"
+    return rates[0] / rates[1]
 
 
 def _phases(rows: list[dict]) -> list[str]:
@@ -246,53 +285,5 @@ def show(page: str | None, name: str, about: str, rows: list[list[str]]) -> None
         print(text)
 
 
-def step_ratios(text: str) -> dict[tuple[str, str], tuple[float, float, float]]:
-    """Step time relative to recjax, with the lowest and the highest round, by shape and system, from the tables."""
-    found = {}
-    for section in re.split(r"^### Shape ", text, flags=re.MULTILINE)[1:]:
-        for line in section.splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if len(cells) == 9 and (ratio := re.fullmatch(r"([\d.]+) \(([\d.]+)–([\d.]+)\)", cells[5])):
-                found[section[0], cells[0]] = tuple(map(float, ratio.groups()))
-    return found
-
-
-def chart(ratios: dict[tuple[str, str], tuple[float, float, float]]) -> Figure:
-    """Bars of step times relative to recjax for the systems that the documentation compares, a panel a shape."""
-    by_shape: dict[str, list[str]] = {}
-    for shape, system in sorted(ratios, key=lambda key: (key[0], -ratios[key][0])):
-        if system in SYSTEMS:
-            by_shape.setdefault(shape, []).append(system)
-    counts = [len(systems) + 0.6 for systems in by_shape.values()]  # bars, and the space of a title
-    figure = new_figure(6.8, 1 + 0.33 * sum(counts), "")
-    panels = figure.subplots(len(by_shape), sharex=True, height_ratios=counts, squeeze=False)[:, 0]
-    for axes, (shape, systems) in zip(panels, by_shape.items(), strict=True):
-        for place, system in enumerate(systems):
-            median, low, high = ratios[shape, system]
-            color = COLORS[list(SYSTEMS).index(system)]
-            axes.barh(place, median, color=color, xerr=[[median - low], [high - median]], ecolor=GREY)
-            axes.annotate(f"{median:.2f}", (high, place), (5, 0), textcoords="offset points", va="center")
-        axes.axvline(1, color="black", lw=1)
-        axes.set_title(SHAPES.get(shape, f"shape {shape}"), loc="left", fontsize="medium")
-        axes.set_yticks(range(len(systems)), [SYSTEMS[system] for system in systems])
-        axes.set_ylim(len(systems) - 0.5, -0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-    if by_shape:
-        panels[-1].set_xlim(0, None)
-        panels[-1].set_xlabel("step time relative to recjax (recjax = 1)")
-    return figure
-
-
-def main(page: str, files: Sequence[str], picture: Path = PICTURE) -> None:
-    """Puts the tables of the files into the page, and draws the chart of all its tables for the documentation."""
-    made = tables([json.loads(Path(file).read_text(encoding="utf-8")) for file in files])
-    if files:
-        put_into_page(page, "tables", made)
-    ratios = step_ratios(Path(page).read_text(encoding="utf-8"))
-    chart(ratios).savefig(picture, dpi=120)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(f"usage: {__doc__.splitlines()[2].strip()}")
-    main(sys.argv[1], sys.argv[2:])
+    print(tables([json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[1:]]))

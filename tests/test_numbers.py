@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.tables import SYSTEMS, chart, step_ratios
 from experiments.claims.page import TABLES, read_runs, two_runs
 from recjax.algorithms.presets import PRESETS, build_algorithm
 from recjax.analysis.compare import RESAMPLES
@@ -52,28 +51,6 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
-
-
-def test_speeds_are_those_of_the_tables():
-    """docs/performance.md, the picture there and docs/comparison.md have the whole step's ratios of RESULTS.md."""
-    results, systems = page("benchmarks/RESULTS.md"), {name: key for key, name in SYSTEMS.items()}
-    found = step_ratios(results)
-    shown = [(*row[0].partition(":")[::2], row[1]) for row in rows(page("docs/performance.md"), "Results")]
-    assert len(shown) == sum(system in SYSTEMS for _, system in found) == 10
-    for shape, system, ratio in shown:
-        assert found[shape[0], systems[system.strip()]][0] == float(ratio), f"docs/performance.md, {shape}: {system}"
-    drawn = {text.get_text() for axes in chart(found).axes for text in axes.texts}
-    assert drawn == {ratio for *_, ratio in shown}
-    speed = page("docs/comparison.md").split("## Speed\n")[1]
-    assert numbers(speed)[:2] == [round(found["a", system][0], 1) for system in ("trl", "tunix")]
-    text = " ".join(page("docs/performance.md").split())
-    machines = {row[0]: row[1:] for row in rows(results, "Machines")}
-    low, high = map(float, re.search(r"took ([\d.]+) times its time .* up to ([\d.]+) times", text).groups())
-    assert low == round(1 / numbers(machines["a, `torch_shared"][2])[0], 2)
-    assert high == 1 / numbers(machines["b, `torch_shared"][3])[0]
-    shares = re.search(r"update reaches (\d+) % .* decoding (\d+) %", text).groups()
-    for phase, share in zip(("update", "decode"), shares, strict=True):
-        assert f"| {phase}: share of peak FLOP/s | {share}% |" in results
 
 
 def test_speeds_of_serving_are_those_of_the_load_test():

@@ -147,7 +147,9 @@ class ModelConfig(ConfigBlock):
         le=1,
     )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "auto", "Dtype of the computation; auto: bfloat16 where the device has it"
+        "auto",
+        "Dtype of the computation; auto: float32 on CPUs, bfloat16 on accelerators. bfloat16 is faster than float32 on"
+        " some CPUs and slower on others: docs/memory.md lists them",
     )
     remat: Remat = key(
         "none",

@@ -22,6 +22,9 @@ from recjax.models.sampling import TokenRecord
 from recjax.models.trainable import adapted, combine, merged
 
 logger = logging.getLogger(__name__)
+CPU_INFO = Path("/proc/cpuinfo")
+# Instructions that multiply bfloat16 numbers, as Linux names them: AVX-512's, AMX's, Arm's.
+BFLOAT16_UNITS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 class Policy(NamedTuple):
@@ -84,6 +87,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
         tokenizer = character_tokenizer(config.model.decoder.characters or characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
     dtype = compute_dtype(config.model.dtype)
+    advise_on_dtype(config.model.dtype)
     if config.training.expert_balance and decoder_config.experts is None:
         raise UserError(
             "training.expert_balance",
@@ -124,28 +128,38 @@ def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
 
 
 def compute_dtype(name: str) -> jnp.dtype:
-    """The compute dtype for `model.dtype` on this machine's devices; logs on a CPU if bfloat16 is fast."""
+    """The compute dtype for `model.dtype` on this machine's devices."""
+    if name != "auto":
+        return jnp.dtype(name)
+    return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def advise_on_dtype(name: str) -> None:
+    """Logs on a CPU what `model.dtype` means there: bfloat16 is slow on a CPU without instructions for it.
+
+    docs/memory.md has the CPUs on which bfloat16 was measured.
+    """
     if jax.default_backend() != "cpu":
-        return jnp.dtype("bfloat16" if name == "auto" else name)
-    is_fast = cpu_has_bfloat16()
+        return
+    has_bfloat16 = cpu_has_bfloat16()
     if name == "auto":
         logger.info(
             "model.dtype = auto: float32, the default on CPUs; this CPU %s",
-            "has bfloat16 instructions; model.dtype=bfloat16 may be faster" if is_fast else "lacks bfloat16",
+            "has bfloat16 instructions; time a few steps with model.dtype=bfloat16, which is faster on some CPUs"
+            if has_bfloat16
+            else "lacks bfloat16",
         )
-        return jnp.dtype("float32")
-    if name == "bfloat16" and not is_fast:
+    if name == "bfloat16" and not has_bfloat16:
         logger.warning("model.dtype = bfloat16: this CPU lacks bfloat16 instructions; float32 is faster")
-    return jnp.dtype(name)
 
 
 def cpu_has_bfloat16() -> bool:
-    """True if /proc/cpuinfo lists instructions that multiply bfloat16 numbers (AVX-512, AMX or Arm)."""
+    """True if /proc/cpuinfo lists instructions that multiply bfloat16 numbers."""
     try:
-        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+        words = set(CPU_INFO.read_text(encoding="utf-8").split())
     except OSError:
         return False
-    return not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
+    return not words.isdisjoint(BFLOAT16_UNITS)
 
 
 def kernel_options(

@@ -25,6 +25,7 @@ from recjax.config import Config, MeshConfig, RegimeConfig, load_config
 from recjax.errors import UserError
 from recjax.experience.batch import sampled_shape
 from recjax.experience.packing import is_packed, shape_for
+from recjax.hub.policy import advise_on_dtype
 from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
@@ -185,6 +186,8 @@ def _with_memory(result: DryRun, config: Config, model: Model, devices: Devices 
     """Adds the mesh, and the memory of devices and checkpoints, to a dry run."""
     prompt_tokens = result.prompt_tokens
     warn_of_context(config, prompt_tokens or 0)
+    if devices is None or devices.kind is None:
+        advise_on_dtype(config.model.dtype)
     if devices:
         mesh = make_mesh(config.mesh, devices.count)
         usable = devices.usable

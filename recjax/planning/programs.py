@@ -24,7 +24,7 @@ from recjax.experience.batch import Batch, Shape, pad, sampled_shape, with_teach
 from recjax.experience.layout import Layout, score_batch
 from recjax.experience.packing import Packed, RowShape, is_packed, shape_for
 from recjax.hub.chat_rendering import set_template_kwargs
-from recjax.hub.policy import Policy, compute_dtype, kernel_options, scratch_config
+from recjax.hub.policy import Policy, advise_on_dtype, compute_dtype, kernel_options, scratch_config
 from recjax.hub.tokenizers import character_tokenizer, load_tokenizer, model_folder
 from recjax.hub.weights import read_config
 from recjax.models.decoder import Decoder, abstract_params
@@ -296,6 +296,8 @@ def plan(config: Config, target: Target) -> Plan:
     require(not config.follows, "experience.follow", config.follows, remedy)
     if config.model.dtype == "auto" and target.devices[0].platform != "cpu":
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    if target.devices[0].platform == "cpu":
+        advise_on_dtype(config.model.dtype)
     model, _, prompt_tokens, _, missing = resolve_shapes(config)
     if not prompt_tokens:
         missing.append("set rollout.max_prompt_tokens")

@@ -171,21 +171,27 @@ def test_least_work_by_hand():
     assert decode_bytes({"prompt_tokens": 2}, config, "bfloat16", np.array([[1, 4]])) == (2 * 4 * 44, 2 * 4 * (8 + 6))
 
 
-@pytest.mark.campaign
-def test_tables_go_between_the_marks_and_nowhere_else(tmp_path, result):
-    page, file = tmp_path / "page.md", tmp_path / "toy.json"
-    file.write_text(json.dumps(result))
+def test_tables_go_between_the_marks_and_nowhere_else(tmp_path):
+    page = tmp_path / "page.md"
     page.write_text("before\n<!-- tables -->\nold\n<!-- end of tables -->\nafter\n")
-    picture = tmp_path / "chart.png"
     for _ in range(2):
-        tables.main(str(page), [str(file)], picture)
-    text = page.read_text()
-    assert text.startswith("before\n<!-- tables -->\n") and text.endswith("<!-- end of tables -->\nafter\n")
-    assert picture.stat().st_size > 1000 and "old" not in text and text.count("### Shape toy") == 1
+        tables.put_into_page(str(page), "tables", "new\n")
+    assert page.read_text() == "before\n<!-- tables -->\n\nnew\n\n<!-- end of tables -->\nafter\n"
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match="has no lines"):
+        tables.put_into_page(str(page), "tables", "new\n")
+
+
+@pytest.mark.campaign
+def test_tables_of_a_run_have_equal_rows(result):
+    text = tables.tables([result])
     widths = [
         line.count("|") for line in text.splitlines() if line.startswith("| whole step") or "median seconds" in line
     ]
-    assert len(set(widths)) == 1
-    page.write_text("no marks")
-    with pytest.raises(SystemExit, match="has no lines"):
-        tables.main(str(page), [str(file)])
+    assert len(set(widths)) == 1 and text.count("### Shape toy") == 1
+
+
+def test_a_command_keeps_no_folders():
+    given = ["--python", "torch=/x/bin/python3,trl=/y z/bin/python", "--out", "/x/a.json", "--recjax=a=1,b=x/y"]
+    kept = ["--python", "torch=python3,trl=python", "--out", "a.json", "--recjax=a=1,b=x/y"]
+    assert run.without_folders(given) == kept

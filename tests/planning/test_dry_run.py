@@ -109,6 +109,42 @@ def test_rows_beyond_the_models_context_are_warned_of(tiny, tmp_path, no_activat
     assert bool(warning) == ("max_position_embeddings" in caplog.text) and warning in caplog.text
 
 
+@pytest.mark.parametrize("device", [None, "host", "h100-80"])
+@pytest.mark.parametrize(
+    ("dtype", "flags", "said"),
+    [
+        ("bfloat16", "avx2 avx512f", "this CPU lacks bfloat16 instructions; float32 is faster"),
+        ("bfloat16", "avx512f avx512_bf16", ""),
+        ("bfloat16", "asimd bf16", ""),
+        ("float32", "avx2", ""),
+    ],
+)
+def test_a_cpu_without_bfloat16_is_warned_of(
+    tiny, tmp_path, no_activations, monkeypatch, caplog, dtype, flags, said, device
+):
+    no_activations()
+    monkeypatch.setattr(policy, "CPU_INFO", tmp_path / "cpuinfo")
+    policy.CPU_INFO.write_text(f"model name : any\nflags : fpu {flags}\n")
+    planning.planned_run(tiny(f"model.dtype={dtype}"), device)
+    is_this_machine = device in (None, "host")
+    assert ("lacks bfloat16" in caplog.text) == (bool(said) and is_this_machine)
+    if is_this_machine:
+        assert said in caplog.text
+
+
+def test_the_log_says_which_dtype_a_cpu_takes(tiny, tmp_path, no_activations, monkeypatch, caplog, package_logger):
+    no_activations()
+    package_logger.propagate = True
+    caplog.set_level("INFO", "recjax")
+    monkeypatch.setattr(policy, "CPU_INFO", tmp_path / "cpuinfo")
+    for flags, said in (("avx2", "lacks bfloat16"), ("amx_bf16", "time a few steps with model.dtype=bfloat16")):
+        policy.CPU_INFO.write_text(f"flags : {flags}\n")
+        assert policy.compute_dtype("auto") == jnp.float32
+        caplog.clear()
+        planning.planned_run(tiny("model.dtype=auto"))
+        assert said in caplog.text and "float32, the default on CPUs" in caplog.text
+
+
 def test_a_missing_tokenizer_hides_only_its_own_facts(tiny, tmp_path, no_weights, capsys):
     config = tiny(*published(tmp_path / "model", "Qwen2.5-1.5B-Instruct"))
     result = dry_run(config)
