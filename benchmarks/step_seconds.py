@@ -4,9 +4,9 @@
     python -m benchmarks.step_seconds --write       # collects the committed files for the dry run
     python -m benchmarks.step_seconds --errors      # prints predicted and measured seconds of each step
 
-Each size is a run of `recjax.run` in a process of its own, with random weights and completions that all reach their limit.
-After a warm-up, which compiles, the runs take turns: each makes a few steps while the others wait. A step's seconds are
-those from one row of metrics to the next, so they contain all of the loop, but no evaluation and no checkpoint.
+Each size is a run of `recjax.run` in a process of its own, with random weights and completions that all reach their
+limit. After a warm-up, which compiles, the runs take turns: each makes a few steps while the others wait. A step's
+seconds are those from one row of metrics to the next: all of the loop, but no evaluation and no checkpoint.
 `--write` also collects the files of `python -m benchmarks.accelerator`, which have sampling and update alone.
 """
 

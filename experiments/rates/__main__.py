@@ -1,7 +1,7 @@
 """The table of learning rates in docs/fine_tuning.md, from the committed tables of runs.
 
-    python -m experiments.rates                # writes the table
-    python -m experiments.rates --collect      # first collects the finished runs of lora.yaml in lora.parquet
+python -m experiments.rates                # writes the table
+python -m experiments.rates --collect      # first collects the finished runs of lora.yaml in lora.parquet
 """
 
 import re

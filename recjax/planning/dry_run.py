@@ -763,7 +763,7 @@ def _show_seconds(console: Console, config: Config, found: StepSeconds) -> None:
     print_line = console.print
     print_line(f"a step takes {found} if all completions have {tokens:,} tokens: {found.device}")
     hours = config.training.steps * found.expected / 3600
-    print_line(f"all {config.training.steps:,} steps: about {hours:.2g} hours, and evaluations, checkpoints, slow rewards")
+    print_line(f"all {config.training.steps:,} steps: about {hours:.2g} hours, without evaluations and checkpoints")
     if found.unmeasured:
         print_line(f"the range is of measured steps, which have no {', no '.join(found.unmeasured)}")
 

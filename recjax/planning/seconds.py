@@ -25,7 +25,7 @@ FILE = Path(__file__).parent / "step_seconds.json"
 COMMAND = "python -m benchmarks.step_seconds"
 LEAST_MEASURED = 2  # measured shapes of a device, so that one can be predicted from the rest
 FAR = 2.0  # an update with this many times the work of the largest measured one is beyond the measurements
-SMALL = 0.25  # a step with this share of the smallest measured update's work is mostly the host's, which is not measured
+SMALL = 0.25  # below this share of the smallest measured update's work, a step is mostly unmeasured work of the host
 
 
 class BatchSize(NamedTuple):
@@ -290,9 +290,7 @@ def _prices(device: DeviceSpeed, measured: Sequence[Measured]) -> np.ndarray:
     rows = []
     targets = []
     for step in measured:
-        for (priced, fixed), seconds in zip(
-            _parts(step.work, device, len(step.seconds)), step.seconds, strict=True
-        ):
+        for (priced, fixed), seconds in zip(_parts(step.work, device, len(step.seconds)), step.seconds, strict=True):
             rows.append(priced / seconds)
             targets.append(max(1 - fixed / seconds, 0.0))
     matrix = np.array(rows)
@@ -313,9 +311,7 @@ def part_errors(device: DeviceSpeed) -> list[float]:
     ratios = []
     for place, step in enumerate(device.measured):
         prices = _prices(device, device.measured[:place] + device.measured[place + 1 :])
-        for (priced, fixed), seconds in zip(
-            _parts(step.work, device, len(step.seconds)), step.seconds, strict=True
-        ):
+        for (priced, fixed), seconds in zip(_parts(step.work, device, len(step.seconds)), step.seconds, strict=True):
             ratios.append(seconds / float(priced @ prices + fixed))
     return ratios
 
