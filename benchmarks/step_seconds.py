@@ -1,11 +1,11 @@
 """Seconds of a step of real runs by size, from which `recjax.train --dry_run` predicts the seconds of other runs.
 
-    python -m benchmarks.step_seconds --out benchmarks/results/steps_NAME.json [--repeats 3]    # measures this CPU
+    python -m benchmarks.step_seconds --out benchmarks/results/steps_NAME.json    # measures this CPU
     python -m benchmarks.step_seconds --write       # collects the committed files for the dry run
     python -m benchmarks.step_seconds --errors      # prints predicted and measured seconds of each step
 
 Each size is a run of `recjax.run` in a process of its own, with random weights and completions that all reach their
-limit. After a warm-up, which compiles, the runs take turns: each makes a few steps while the others wait. A step's
+limit. After a warm-up, which compiles, the run waits until other programs are quiet, then makes the timed steps. Their
 seconds are those from one row of metrics to the next: all of the loop, but no evaluation and no checkpoint.
 `--write` also collects the files of `python -m benchmarks.accelerator`, which have sampling and update alone.
 """
@@ -18,15 +18,14 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
-from tqdm import tqdm
 
 from benchmarks.costs import PEAKS, SPEEDS
 from benchmarks.inputs import write_inputs
-from benchmarks.run import machine
-from benchmarks.shapes import SHAPES, SMALL, Shape, Sizes
+from benchmarks.run import machine, other_load
+from benchmarks.shapes import SHAPES, Shape, Sizes
 from recjax.errors import UserError
 from recjax.planning import seconds as planned
 from recjax.planning.seconds import COMMAND
@@ -36,7 +35,7 @@ from recjax.runtime.memory import prepare_host_memory
 FLAGS = flags.FLAGS
 RESULTS = Path(__file__).parent / "results"
 TINY = Sizes(13, 64, 256, 3, 4, 4, 16)  # the decoder of experiments/quickstart.yaml
-# Around the quickstart, shape (a) with one thing varied, and SmolLM2's 135 million weights.
+# Around the quickstart, and shape (a) with one thing varied.
 MEASURED = {
     "quickstart": Shape(TINY, 16, 8, 6, 6, ()),
     "quickstart, 32 completions each": Shape(TINY, 16, 32, 6, 6, ()),
@@ -46,15 +45,10 @@ MEASURED = {
     "a, prompts of 256": dataclasses.replace(SHAPES["a"], prompts=4, prompt_tokens=256, completion_tokens=32),
     "a, groups of 4": dataclasses.replace(SHAPES["a"], group_size=4, completion_tokens=32),
     "a, half the width": dataclasses.replace(SHAPES["a"], model=Sizes(4096, 128, 512, 4, 2, 2, 64)),
-    "a, eight layers": dataclasses.replace(
-        SHAPES["a"], model=dataclasses.replace(SMALL, layers=8), prompts=4, completion_tokens=32
-    ),
     "a, twice the width": Shape(Sizes(4096, 512, 2048, 4, 8, 8, 64), 4, 8, 64, 32, ()),
-    "a, large vocabulary": Shape(Sizes(32768, 256, 1024, 4, 4, 4, 64), 4, 8, 64, 16, ()),
-    "SmolLM2-135M": Shape(Sizes(49152, 576, 1536, 30, 9, 3, 64), 4, 4, 64, 16, ()),
 }
 WARM_UP = 3  # steps; the first compiles
-STEPS = 2  # timed steps of a turn, after one that the wait has cut
+STEPS = 3  # timed steps, after one that the wait has cut
 ACCELERATORS = {"h100.json": "h100-80", "h200.json": "h200-141"}
 REMARKS = {"h100.json": ", with an earlier version's slower sampler"}  # benchmarks/RESULTS.md, On a GPU
 PARTS = ("half_billion", "one_and_a_half_billion")
@@ -110,37 +104,45 @@ def serve(pipe: Connection, shape: Shape) -> None:
         run(make_config(config_of(shape, folder), [], COMMAND), on_step=on_step)
 
 
-def measure(repeats: int) -> dict[str, list[float]]:
-    """Median seconds of a step in each turn of each of MEASURED, [repeats]."""
+class Measurement(NamedTuple):
+    """Seconds of each timed step, and the share of all cores that other programs used just before."""
+
+    seconds: list[float]
+    other_load: float
+
+
+def measure(shape: Shape, quiet: float, patience: float) -> Measurement:
+    """Measures the steps of a shape's run.
+
+    Args:
+        quiet, patience: see `benchmarks.run.other_load`.
+    Raises:
+        UserError: the run ended with an error.
+    """
     spawn = multiprocessing.get_context("spawn")
-    runs = {}
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=serve, args=(there, shape))
+    process.start()
+    there.close()
     try:
-        for name, shape in tqdm(MEASURED.items(), "compiling", unit="size"):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(there, shape), daemon=False)
-            process.start()
-            there.close()
-            runs[name] = (process, here)
-            here.recv()
-        print("measuring", flush=True)
-        seconds = {name: [] for name in runs}
-        for _ in tqdm(range(repeats), "measuring", unit="turn"):
-            for name, (_, pipe) in runs.items():
-                pipe.send(1 + STEPS)
-                seconds[name].append(statistics.median(pipe.recv()))
+        here.recv()
+        load = other_load(quiet, patience)
+        here.send(1 + STEPS)
+        return Measurement(here.recv(), load)
     except EOFError:
-        raise UserError("", f"the run of {name!r} ended with an error, see above") from None
+        raise UserError("", "the run ended with an error, see above") from None
     finally:
-        for process, _ in runs.values():
-            process.kill()
-            process.join()
-    return seconds
+        process.kill()
+        process.join()
 
 
-def measured_file(repeats: int) -> dict[str, Any]:
+def measured_file(quiet: float, patience: float) -> dict[str, Any]:
     """What `--out` writes: this machine, and shape and seconds of each step."""
-    seconds = measure(repeats)
-    steps = {name: {"shape": dataclasses.asdict(MEASURED[name]), "seconds": turns} for name, turns in seconds.items()}
+    steps = {}
+    for name, shape in MEASURED.items():
+        found = measure(shape, quiet, patience)
+        steps[name] = {"shape": dataclasses.asdict(shape), **found._asdict()}
+        print(f"{name}: {statistics.median(found.seconds):.4g} s a step, other load {found.other_load:.0%}", flush=True)
     return {"machine": machine(), "device": planned.this_device(), "precision": "float32", "steps": steps}
 
 
@@ -227,7 +229,7 @@ def show_errors() -> None:
 def main(argv: list[str]) -> None:
     """Measures, collects or prints."""
     if FLAGS.out:
-        content = json.dumps(measured_file(FLAGS.repeats), indent=1) + "\n"
+        content = json.dumps(measured_file(FLAGS.quiet, FLAGS.patience), indent=1) + "\n"
         Path(FLAGS.out).write_text(content, encoding="utf-8")
     if FLAGS.write:
         planned.FILE.write_text(text(), encoding="utf-8")
@@ -237,7 +239,8 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "JSON file to write; measures this machine's CPU.")
-    flags.DEFINE_integer("repeats", 3, "Turns of each size.", lower_bound=1)
+    flags.DEFINE_float("quiet", 0.15, "Other load, as a share of all cores, above which a run waits.", lower_bound=0)
+    flags.DEFINE_float("patience", 60.0, "Seconds that a run waits at most.")
     flags.DEFINE_bool("write", False, "Collect the files of benchmarks/results in recjax/planning/step_seconds.json.")
     flags.DEFINE_bool("errors", False, "Print predicted and measured seconds of each step.")
     start(main)
