@@ -43,6 +43,7 @@ setup(
         "recjax": ["py.typed"],
         "recjax.config": ["*.yaml"],
         "recjax.examples": ["*.json", "*.yaml", "*/*.yaml"],  # links to files of experiments/; a wheel has the files
+        "recjax.planning": ["*.json"],
         "recjax.plots": ["*.html"],
     },
     entry_points={"console_scripts": ["recjax=recjax.__main__:main"]},

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # editors and type checkers do not call `__getattr__`
     from recjax.api import Result, open_run, plan_run, run, run_sweep
     from recjax.config import Config, load_config
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 # The module of each public name. Names are imported on first use, because most commands begin without JAX.
 _PUBLIC = {"Config": "config", "load_config": "config"}
 _PUBLIC |= dict.fromkeys(("Result", "open_run", "plan_run", "run", "run_sweep"), "api")

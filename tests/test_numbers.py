@@ -142,14 +142,49 @@ def test_limits_of_the_server_are_its_flags():
                 assert left == right, name
 
 
-def test_rates_and_counts_that_pages_quote():
-    quickstart = load_config(ROOT / "experiments/quickstart.yaml").optimizer.learning_rate
-    smollm2 = load_config(ROOT / "experiments/smollm2_arithmetic.yaml").optimizer.learning_rate
-    text = " ".join(page("docs/debugging.md").split())
-    stated = re.search(
-        r"`optimizer.learning_rate`, ([\de.-]+), .* decoder takes ([\de.-]+), SmolLM2-135M ([\de-]+) to", text
-    )
-    assert tuple(map(float, stated.groups())) == (OptimizerConfig().learning_rate, quickstart, smollm2)
+def test_rates_stand_on_one_page_and_are_the_configs():
+    text = " ".join(page("docs/fine_tuning.md").split())
+    default = re.search(r"default `optimizer.learning_rate`, ([\de.-]+),", text)[1]
+    assert float(default) == OptimizerConfig().learning_rate
+    quoted = dict(re.findall(r"`(experiments/\w+\.yaml)`\]\([^)]*\) at ([\de.-]+\d)", text))
+    assert len(quoted) == 3
+    for name, rate in quoted.items():
+        assert float(rate) == load_config(ROOT / name).optimizer.learning_rate, name
+    for name in ("docs/debugging.md", "docs/tutorials/add_a_loss.md"):
+        section = page(name).split("fine_tuning.md#which-learning-rate")
+        assert len(section) == 2, f"{name} sends its readers to the table"
+        assert not re.search(r"\b\d(?:\.\d)?e-\d", section[0].splitlines()[-1] + section[1].splitlines()[0]), name
+
+
+def signed(text: str) -> list[float]:
+    return [float(number.replace("−", "-")) for number in re.findall(r"[−+]\d\.\d+", text)]
+
+
+def test_costs_of_regimes_are_those_of_the_study():
+    """docs/regimes.md rounds docs/claims/regimes.md: what REINFORCE loses, and what a clip wins back."""
+    study = {}
+    for column, *cells in rows(page("docs/claims/regimes.md"), "Verdicts"):
+        study[column] = [signed(cell)[0] for cell in cells[:2]]
+    quoted = {
+        "stale, up to 19 steps": ["age 20"],
+        "stale, up to 49 steps": ["age 50"],
+        "late rewards": ["rewards 0 to 10 rounds late", "rewards 0 to 40 rounds late"],
+        "replayed twice": ["replayed twice"],
+        "replayed up to 8 times": ["replayed up to 8 times"],
+        "8 updates of each batch": ["8 updates of each batch"],
+        "another run's store": ["store of another run"],
+    }
+    shown = {row[0]: row[2] for row in rows(page("docs/regimes.md"), "Choose an algorithm")}
+    for name, columns in quoted.items():
+        measured = [study[column][place] for place in (0, 1) for column in columns]
+        assert signed(shown[name]) == pytest.approx(measured, abs=0.0051), name
+
+
+def test_own_loop_has_the_lines_that_pages_promise():
+    lines = len(page("experiments/own_loop.py").splitlines())
+    for name in ("README.md", "docs/architecture.md"):
+        (promised,) = re.findall(r"whole run in (\d+)\s+lines", page(name))
+        assert 0.9 * int(promised) <= lines <= int(promised), name
 
 
 def test_counts_of_algorithms_are_those_of_the_catalog():

@@ -33,6 +33,7 @@ from recjax.models.trainable import adapted, combine, split_params
 from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import longest_in_slot, most_completions, sampling_of
+from recjax.planning.seconds import NoEstimate, StepSeconds, expected_seconds
 from recjax.planning.targets import (
     ACCELERATORS,
     GIB,
@@ -90,6 +91,7 @@ class DryRun(NamedTuple):
     checkpoint_bytes: int | None = None
     staleness: Sequence[int] = ()
     mesh: AnyMesh | None = None
+    step_seconds: StepSeconds | None = None
 
     def __str__(self) -> str:
         """What `python -m recjax.train --dry_run` prints."""
@@ -206,14 +208,32 @@ def _with_memory(result: DryRun, config: Config, model: Model, devices: Devices 
         remats=tuple(REMAT),
         platform=platform,
     )
-    if not prompt_tokens:
+    step_seconds = None
+    if prompt_tokens:
+        try:
+            slots = _slots(config, model, prompt_tokens, mesh, memory, devices)
+            step_seconds = expected_seconds(config, model, prompt_tokens, devices, slots)
+        except NoEstimate as reason:
+            result.notes.append(f"seconds of a step: {reason}")
+    else:
         result.notes.append("memory of sampling and of the update; set rollout.max_prompt_tokens")
     return result._replace(
         memory=memory,
         activations=activations,
         mesh=mesh,
         checkpoint_bytes=checkpoint_bytes(config, model, prompt_tokens or 0),
+        step_seconds=step_seconds,
     )
+
+
+def _slots(
+    config: Config, model: Model, prompt_tokens: int, mesh: AnyMesh, memory: Sequence[Item], devices: Devices | None
+) -> int | None:
+    """Number of completions that are sampled at the same time; None: all of a batch."""
+    if devices is None:
+        return config.rollout.slots
+    free = int(devices.usable) - sum(item.bytes for item in memory if item.phase == "always")
+    return sampling_of(config, model.decoder, mesh, prompt_tokens, free, devices.platform).slots
 
 
 def count(params: dict) -> int:
@@ -717,6 +737,8 @@ def show_dry_run(result: DryRun) -> None:
         f" {rows * rollout.max_completion_tokens:,} of {rows} completions"
     )
     steps = config.training.steps
+    if result.step_seconds:
+        _show_seconds(console, config, result.step_seconds)
     if result.staleness:
         shown = result.staleness[: first_steps(config.regime, steps, updates)]
         mean = np.mean(result.staleness)
@@ -736,6 +758,17 @@ def show_dry_run(result: DryRun) -> None:
         print_line(f"not known: {note}")
     if phase_bytes(result.memory):
         _show_devices(result)
+
+
+def _show_seconds(console: Console, config: Config, found: StepSeconds) -> None:
+    """Prints the expected seconds of a step, and what they do and do not contain."""
+    tokens = config.rollout.max_completion_tokens
+    print_line = console.print
+    print_line(f"a step takes {found} if all completions have {tokens:,} tokens: {found.device}")
+    hours = config.training.steps * found.expected / 3600
+    print_line(f"all {config.training.steps:,} steps: about {hours:.2g} hours, without evaluations and checkpoints")
+    if found.unmeasured:
+        print_line(f"the range is of measured steps, which have no {', no '.join(found.unmeasured)}")
 
 
 def _show_model(console: Console, config: Config, model: Model) -> None:

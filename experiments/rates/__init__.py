@@ -1,0 +1,1 @@
+"""Learning rates that worked, from the committed tables of runs."""
