@@ -171,6 +171,12 @@ def test_no_panel_cuts_a_curve_off(metric, values, shown):
         assert (low == 0) == (min(values) >= 0) and (high == 1.02) == (shown == (0, 1.02))
 
 
+def test_a_nearly_constant_curve_is_below_the_frame():
+    table = pd.DataFrame({"line": "a", "panel": "one", "run": "0", "step": [5, 10], "entropy": [1.51, 1.52]})
+    low, high = draw_curves(table, "line", "panel", ["entropy"], band=band).axes[0].get_ylim()
+    assert low == 0 and high >= 1.03 * 1.52
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "limits", "words"),
     [
