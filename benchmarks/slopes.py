@@ -9,11 +9,11 @@ falls on all; compiling and a first run are apart. The table goes into the page,
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from absl import app, flags
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.run import machine
 from benchmarks.shapes import SHAPES
-from benchmarks.tables import show
+from benchmarks.tables import show, table
 from recjax.algorithms.presets import build_algorithm
 from recjax.experience.batch import Batch
 from recjax.experience.layout import Layout
@@ -30,6 +30,7 @@ from recjax.models.decoder import Decoder, init_params
 from recjax.models.decoder_config import DecoderConfig
 from recjax.models.logprobs import Sampling
 from recjax.models.unrolling import unrolled_for_training
+from recjax.plots.style import COLORS, add_legend, new_figure, save_figure
 from recjax.rollout.collecting import row_keys
 from recjax.rollout.engine import Engine
 from recjax.rollout.requests import Request
@@ -65,7 +66,7 @@ def define_flags() -> None:
     """The command's flags, defined when it is run and not when it is imported."""
     flags.DEFINE_string("page", None, "Markdown page whose table to replace; default: the table is printed.")
     flags.DEFINE_string("figure", None, "PNG to draw; default: none.")
-    flags.DEFINE_integer("repeats", 5, "Rounds.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 5, "Rounds; 0: only draws the page's table again.", lower_bound=0)
 
 
 def prepare(size: Size) -> dict[str, Callable[[int], None]]:
@@ -153,36 +154,65 @@ def rows_of(seconds: dict[Size, dict[str, np.ndarray]]) -> list[list[str]]:
     return cells
 
 
-def draw(seconds: dict[Size, dict[str, np.ndarray]], path: str) -> None:
-    """Seconds over size, relative to shape (a), logarithmic in both."""
-    figure, panels = plt.subplots(1, len(PHASES), figsize=(9, 3.6), sharey=True, layout="constrained")
+def medians_in(text: str) -> dict[str, dict[str, list[float]]]:
+    """Median seconds at each value of each varied thing and phase, from a page's table.
+
+    Raises:
+        ValueError: the page has no such table.
+    """
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        name = cells[0].replace(" ", "_")
+        if name in VARIED and len(cells) == 2 + 2 * len(PHASES):
+            columns = zip(PHASES, cells[2::2], strict=True)
+            found[name] = {phase: [float(number) for number in cell.split(", ")] for phase, cell in columns}
+    if list(found) != list(VARIED):
+        raise ValueError(f"the page's table has {', '.join(found) or 'no rows'}, and not {', '.join(VARIED)}")
+    return found
+
+
+def draw(medians: dict[str, dict[str, list[float]]], path: str) -> None:
+    """Draws seconds over size, relative to shape (a), logarithmic in both.
+
+    Args:
+        medians: as `medians_in` returns them.
+    """
+    figure = new_figure(9, 3.6, "")
+    panels = figure.subplots(1, len(PHASES), sharey=True)
     for panel, phase in zip(panels, PHASES, strict=True):
-        for name, values in VARIED.items():
-            times = [np.median(seconds[BASE._replace(**{name: value})][phase]) for value in values]
+        for number, (name, values) in enumerate(VARIED.items()):
             relative = np.array(values) / getattr(BASE, name)
-            panel.plot(relative, times, marker="o", markersize=4, label=name.replace("_", " "))
+            times = medians[name][phase]
+            label = name.replace("_", " ")
+            panel.plot(relative, times, marker="o", markersize=4, color=COLORS[number], label=label)
         panel.set(xscale="log", yscale="log", title=phase, xlabel="size, as a multiple of shape (a)'s")
         panel.set_xticks([0.5, 1, 2, 4, 8], ["½", "1", "2", "4", "8"])
         panel.yaxis.set_major_locator(LogLocator(2))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.minorticks_off()
-        panel.grid(alpha=0.3)
     panels[0].set_ylabel("seconds")
-    panels[1].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    add_legend(panels[1])
+    save_figure(figure, Path(path))
 
 
 def main(_) -> None:
     """Measures, then writes the table and the picture."""
-    where, rounds = machine(), flags.FLAGS.repeats
-    seconds = measure(rounds)
+    page = flags.FLAGS.page
+    figure = flags.FLAGS.figure
+    rounds = flags.FLAGS.repeats
+    if rounds == 0:
+        draw(medians_in(Path(page).read_text(encoding="utf-8")), figure)
+        return
+    where = machine()
+    rows = rows_of(measure(rounds))
     about = (
         f"Shape (a) with one thing varied; medians of {rounds} rounds, slopes with their range over rounds;"
         f" {where['cpu']}, {where['cores']} cores, {where['date'][:10]}."
     )
-    show(flags.FLAGS.page, "slopes", about, rows_of(seconds))
-    if flags.FLAGS.figure:
-        draw(seconds, flags.FLAGS.figure)
+    show(page, "slopes", about, rows)
+    if figure:
+        draw(medians_in("\n".join(table(rows))), figure)
 
 
 if __name__ == "__main__":

@@ -81,10 +81,15 @@ def trajectory() -> Figure:
 
 
 def room_imports(package: Path) -> collections.Counter:
-    """Numbers of imports from one room of the package to another; imports for type checkers alone do not count."""
+    """Numbers of imports from one room of the package to another; imports for type checkers alone do not count.
+
+    The files of the top level and each `__main__` of a room are the room "commands".
+    """
     counts = collections.Counter()
     for path in package.rglob("*.py"):
         room, *rest = path.relative_to(package).parts
+        if not rest or path.name == "__main__.py":
+            room = "commands"
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for_types = set()
         for node in ast.walk(tree):
@@ -98,7 +103,7 @@ def room_imports(package: Path) -> collections.Counter:
                     else [node.module]
                 )
                 for name in names:
-                    counts[room if rest else "commands", name.split(".")[1]] += 1
+                    counts[room, name.split(".")[1]] += 1
     return counts
 
 

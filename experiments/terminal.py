@@ -3,7 +3,7 @@
     pip install pyte pillow
     python experiments/terminal.py docs/terminal.gif python -m recjax.train --config experiments/quickstart.yaml
 
-The frames are evenly spaced over the command's time, and the last one stays for five seconds.
+The frames are evenly spaced from the command's first lines to its end; the last one stays for five seconds.
 """
 
 import fcntl
@@ -24,6 +24,7 @@ from PIL import Image, ImageDraw, ImageFont
 COLUMNS = 90
 ROWS = 27
 FRAMES = 17
+FIRST_LINES = 8  # in the first frame
 PIXELS = (720, 490)
 LINE = 17.2  # pixels between two lines
 MARGIN = 12
@@ -68,10 +69,14 @@ def animation(command: list[str], output: list[tuple[float, bytes]]) -> list[Ima
     stream = pyte.ByteStream(screen)
     home = str(Path.home()).encode()
     stream.feed(f"$ {shlex.join(command)}\r\n".encode())
-    seconds = output[-1][0]
+    start = 0.0
+    while output and sum(map(bool, map(str.strip, screen.display))) < FIRST_LINES:
+        start, written = output.pop(0)
+        stream.feed(written.replace(home, b"~"))
+    end = output[-1][0] if output else start
     frames = []
     for number in range(FRAMES):
-        until = seconds * number / (FRAMES - 1)
+        until = start + (end - start) * number / (FRAMES - 1)
         while output and output[0][0] <= until:
             stream.feed(output.pop(0)[1].replace(home, b"~"))
         frames.append(frame(screen, font))

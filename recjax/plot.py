@@ -19,6 +19,7 @@ from recjax.analysis.collect import axes_of, check_metrics, collect, read_folder
 from recjax.analysis.compare import final, held_out_metric, in_words, minus_line, paired_seeds
 from recjax.analysis.statistics import MIN_SEEDS, band, estimate
 from recjax.analysis.sweeps import SweepRun, read_sweep
+from recjax.config.yaml_values import read_scalar
 from recjax.errors import UserError
 from recjax.plots.curves import draw_curves
 from recjax.plots.style import LABELS, save_figure
@@ -47,11 +48,19 @@ def chosen_runs(table: pd.DataFrame, only: list[str]) -> pd.DataFrame:
 
 
 def titled(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with the axis in each setting: "learning rate 0.0001" instead of "0.0001"."""
+    """The table with the axis in each setting that is no name: "learning rate 0.0001", but "grpo"."""
     titles = {}
     for axis in axes_of(table):
-        titles[axis] = axis.replace("_", " ") + " " + table[axis]
+        if all(map(_is_name, table[axis].unique())):
+            titles[axis] = table[axis]
+        else:
+            titles[axis] = axis.replace("_", " ") + " " + table[axis]
     return table.assign(**titles)
+
+
+def _is_name(value: str) -> bool:
+    """Whether a setting says what it is without its axis; numbers, true, false and null do not."""
+    return isinstance(read_scalar(value), str)
 
 
 def unfinished(runs: list[SweepRun]) -> list[str]:

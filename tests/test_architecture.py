@@ -5,8 +5,10 @@ import collections
 import re
 import tomllib
 
+from experiments.diagrams import room_imports
 from tests.package_files import PATHS, ROOT, trees
 
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
@@ -87,6 +89,28 @@ def test_every_command_starts_in_the_same_way():
     commands = {name: text for name, text in texts.items() if starts in text}
     assert {"train.py", "sweep.py", "runs/__main__.py"} <= commands.keys()
     assert [name for name, text in commands.items() if not text.endswith("    start(main)\n")] == []
+
+
+def test_contributing_names_every_picture_and_its_command():
+    rows = CONTRIBUTING.read_text(encoding="utf-8").split("### Pictures\n")[1].split("\n## ")[0].splitlines()
+    named = [
+        name for row in rows if row.startswith("| `") for name in re.findall(r"`([^`]+)`", row.strip("|").split("|")[0])
+    ]
+    folders = [ROOT / name for name in ("docs", "experiments", "benchmarks")]
+    pictures = [path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".png", ".svg", ".gif")]
+    assert sorted(named) == sorted(path.relative_to(ROOT).as_posix() for path in pictures)
+
+
+def test_imports_of_rooms_lead_downwards_in_the_picture():
+    counts = room_imports(ROOT / "recjax")
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    order = [name for line in contract[0]["layers"] for name in line.split(" | ")]
+    upwards = [
+        (importing, imported)
+        for importing, imported in counts
+        if importing in order and imported in order and order.index(importing) > order.index(imported)
+    ]
+    assert not upwards and counts["commands", "analysis"]
 
 
 def test_the_page_has_the_sentence_of_each_room():

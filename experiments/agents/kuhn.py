@@ -14,11 +14,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 
 from recjax.agents.agent_policy import Seats
 from recjax.logs.kept_samples import kept_rows
 from recjax.models.placement import put_params
+from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, new_figure, save_figure
 from recjax.rollout import decoding
 from recjax.runs.checkpoint import steps_of
 from recjax.runs.policies import checkpoint_reader
@@ -135,34 +135,35 @@ def show_ratios(run: Path) -> None:
         print(f"{staleness:9d} {len(ratios):6d} {mean:7.4f} {error:7.4f} {np.abs(np.log(ratios)).mean():15.4f}")
     stale = np.concatenate([ratios for staleness, ratios in found.items() if staleness])
     print(f"older opponents: {len(stale)} moves, mean {stale.mean():.4f} ± {stale.std() / len(stale) ** 0.5:.4f}")
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = new_figure(7, 3.2, "")
     axes = figure.subplots()
-    axes.axhline(1, color="gray", linewidth=1)
-    axes.errorbar([*found], means, 2 * errors, fmt="o", markersize=4, capsize=2)
-    axes.set(xlabel="staleness, updates", ylabel="mean π/μ, ± 2 standard errors")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(HERE / "kuhn_ratios.png", dpi=110)
+    axes.axhline(1, color=GREY, linewidth=1)
+    axes.errorbar([*found], means, 2 * errors, color=COLORS[0], fmt="o", markersize=4, capsize=2)
+    axes.set(xlabel="staleness (optimizer steps)", ylabel="mean π/μ, ± 2 standard errors")
+    few_ticks(axes.xaxis)
+    save_figure(figure, HERE / "kuhn_ratios.png")
 
 
 def main(runs: list[Path]) -> None:
     """Prints and draws the exploitability at each checkpoint: of the policy, and of the average of all so far."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(7, 4, "")
     axes = figure.subplots()
     for number, run in enumerate(runs):
         found = policies_of(run)
         now = [exploitability(bets) for bets in found.values()]
         mean = [exploitability(average(list(found.values())[: count + 1])) for count in range(len(found))]
-        axes.plot([*found], now, color=f"C{number}", label=run.name, linewidth=1)
-        axes.plot([*found], mean, color=f"C{number}", label=f"{run.name}, average of its policies", linestyle="--")
+        color = COLORS[number % len(COLORS)]
+        axes.plot([*found], now, color=color, label=f"{run.name}: policy", linewidth=1)
+        axes.plot([*found], mean, color=color, label=f"{run.name}: average of all policies so far", linestyle="--")
         print(f"{run.name}\n{'step':>5} {'policy':>8} {'average':>8}")
         shown = {0, 10, 20, 50, 100, 200, 300, 400, max(found)}
         for step, one, other in zip(found, now, mean, strict=True):
             if step in shown:
                 print(f"{step:5d} {one:8.3f} {other:8.3f}")
         print("  ".join(f"{place} {chance:.2f}" for place, chance in found[max(found)].items()))
-    axes.set(xlabel="step", ylabel="exploitability, chips a game", ylim=(0, None))
-    axes.legend(fontsize=8)
-    figure.savefig(HERE / "kuhn.png", dpi=110)
+    axes.set(xlabel="optimizer step", ylabel="exploitability (chips a game)", ylim=(0, None))
+    add_legend(axes)
+    save_figure(figure, HERE / "kuhn.png")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from experiments.claims.markdown import markdown_table
 from experiments.claims.verdicts import (
@@ -27,7 +28,7 @@ from experiments.claims.verdicts import (
 from experiments.drift import plan
 from recjax.analysis.compare import final
 from recjax.analysis.statistics import Estimate, estimate
-from recjax.plots.style import COLORS, add_legend, finish, new_figure, plain_ticks
+from recjax.plots.style import COLORS, GREY, add_legend, few_ticks, finish, new_figure, plain_ticks
 
 HERE = Path(__file__).parent
 TASKS = {"bandit": "bandit", "sums": "sums", "smollm2": "SmolLM2"}
@@ -331,16 +332,20 @@ def draw_differences(task: str, setup: str, found: Found) -> Figure:
     panels = figure.subplots(1, len(causes), sharey=True, squeeze=False)[0]
     heights = np.arange(len(made))[::-1]
     for axes, cause in zip(panels, causes, strict=True):
-        axes.axvline(0, color="#808080", lw=0.8)
+        axes.axvline(0, color=GREY, lw=0.8)
         for height, check in zip(heights, made, strict=True):
             at = found.get((setup, check["first"], check["second"], cause))
             if at is None:
                 continue
-            color = {"as claimed": COLORS[2], "contrary": COLORS[1]}.get(at.outcome, "#808080")
+            color = {"as claimed": COLORS[2], "contrary": COLORS[1]}.get(at.outcome, GREY)
             axes.plot([at.found.low, at.found.high], [height, height], color=color, lw=2)
             axes.plot(at.found.mean, height, "o", color=color, ms=4)
         axes.set_title(CAUSES[cause].replace(" with the", "\nwith the").replace(" of an", "\nof an"), fontsize=9)
         axes.set_yticks(heights, [check_name(check["first"], check["second"]) for check in made], fontsize=8)
+        few_ticks(axes.xaxis, 4, whole=False)
+    colors = {"as claimed": COLORS[2], "contrary": COLORS[1], "open": GREY}
+    handles = [Patch(color=color) for color in colors.values()]
+    add_legend(figure, handles, list(colors), loc="outside upper center", ncols=3)
     figure.supxlabel(f"difference in {MEASURES['final'] if task != 'bandit' else 'final expected reward'}", fontsize=9)
     return finish(figure)
 

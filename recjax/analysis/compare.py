@@ -35,6 +35,7 @@ from recjax.runs.stored_runs import base_policy, earlier_values
 ACCURACY = "evaluation/accuracy"
 REWARD = "evaluation/reward"  # Runs are compared by reward if no part of it is a verdict.
 RESAMPLES = 9999
+_MOST_BARS = 9  # More differences than these are a histogram: with one completion a problem, there are three.
 # Files with the completions of evaluations. A continued run keeps the after.jsonl of its earlier end.
 _EVALUATED = ("samples.parquet", "samples/after.jsonl", "samples/latest.jsonl")
 _UNRELATED = {"output", "model", "weights"}  # These settings locate a policy and do not change it.
@@ -446,8 +447,18 @@ class Comparison(NamedTuple):
         return draw_curves(table, "side", "panel", [self.metric, difference], band=band, more=extra_panels)
 
     def _draw_problems(self, axes: Axes) -> None:
-        axes.hist(self.problems, bins=21, color=GREY)
-        axes.axvline(self.problems.mean(), color=COLORS[1])
+        """How many problems have a lower, an equal and a higher value on the second side; few values are bars."""
+        values, counts = np.unique(self.problems.round(6), return_counts=True)
+        colors = np.select([values < 0, values > 0], [COLORS[1], COLORS[2]], GREY)
+        if len(values) <= _MOST_BARS:
+            places = np.arange(len(values))
+            bars = axes.bar(places, counts, color=colors, width=0.8)
+            axes.bar_label(bars)
+            axes.set_xticks(places, [f"{value:+.3g}" if value else "0" for value in values])
+            axes.margins(y=0.15)
+        else:
+            axes.hist(self.problems, bins=21, color=GREY)
+            axes.axvline(self.problems.mean(), color=COLORS[1])
         axes.set(xlabel=f"difference of a problem\nmean {self.problems.mean():+.3f}", ylabel="problems")
 
 

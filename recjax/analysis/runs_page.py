@@ -100,10 +100,11 @@ def held_out_text(run: Overview) -> str:
 def lines_of(runs: Sequence[Overview], folder: Path) -> list[CurveLine]:
     """Groups runs whose settings are equal apart from the seed and settings that change no result.
 
-    The label of a line has the settings that differ, with the last parts of their names where these are unique.
+    The label of a line has the settings that differ, with the last parts of their names where these are unique;
+    `algorithm.objective.name` is "objective".
     """
     keys = [key for key in differing_settings(runs) if key == "training.steps" or key not in (SEED, *MAY_CHANGE)]
-    last_parts = [key.rpartition(".")[2] for key in keys]
+    last_parts = [key.removesuffix(".name").rpartition(".")[2] for key in keys]
     groups: dict[tuple[str, ...], list[Overview]] = {}
     for run in runs:
         groups.setdefault(tuple(run.setting_text(key) for key in keys), []).append(run)

@@ -11,6 +11,7 @@ from recjax.algorithms.catalog import FIELD, PAPER
 from recjax.algorithms.options import readable_options
 from recjax.config.fields import ConfigBlock, block_of, choices_of, extra_of, takes
 from recjax.config.model import PEFT_NAMES
+from recjax.config.parts import PLAYED
 from recjax.config.schema import Config
 from recjax.config.tasks import TASKS, TASKS_WITH_NAME
 from recjax.config.yaml_values import DECIMAL, write_yaml
@@ -106,6 +107,10 @@ def json_schema() -> dict[str, Any]:
     # Short forms.
     named = {"type": "string", "pattern": f"^({'|'.join(TASKS_WITH_NAME)}):."}
     _also(schema["properties"]["task"], {"enum": [name for name in TASKS if name not in TASKS_WITH_NAME]}, named)
+    for block in blocks.values():
+        for name in PLAYED:
+            if name in block.get("properties", ()):
+                _also(block["properties"][name], {"type": "string"})
     _also(blocks["RolloutConfig"]["properties"]["engine"], {"type": "string"})
     blocks["LoraConfig"]["properties"]["targets"]["items"]["enum"] += PEFT_NAMES
     # Names and options of functions.

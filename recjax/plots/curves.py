@@ -19,6 +19,7 @@ from recjax.plots.style import (
     finish,
     new_figure,
     plain_ticks,
+    with_headroom,
     words_near_1,
 )
 
@@ -155,7 +156,7 @@ def _scale(axes: Axes, metric: str) -> None:
     elif " − " in metric:
         axes.axhline(0, color=GREY, lw=0.8, label="_zero")
     elif low >= 0:
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, with_headroom(high))
         # An axis of rounding errors would look like a curve.
         largest = 1 if metric in SHARES else NOTHING
         if high <= largest:

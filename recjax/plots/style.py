@@ -67,6 +67,16 @@ def plain_ticks(axis: Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def with_headroom(high: float) -> float | None:
+    """The upper end of an axis from 0 on, so that a nearly constant curve at `high` is below the frame; None for 0.
+
+    The default margin is a share of the values' range, which is small then.
+    """
+    if high <= 0:
+        return None
+    return 1.05 * high
+
+
 def words_near_1(axes: Axes, low: float, high: float, name: str) -> bool:
     """Writes the range of a ratio into its panel if all of it is near 1, where curves would show rounding errors.
 

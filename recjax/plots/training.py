@@ -24,6 +24,7 @@ from recjax.plots.style import (
     new_figure,
     plain_ticks,
     save_figure,
+    with_headroom,
     words_near_1,
 )
 
@@ -221,7 +222,10 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
         axes.fill_between(steps, window.min(), window.max(), color=style["color"], alpha=0.2, lw=0)
         axes.plot(steps, window.mean(), **style)
     last = max(1, rows[-1]["step"])
-    axes.set(ylabel=panel.name, xlim=(-0.03 * last, 1.03 * last), ylim=panel.limits)
+    low, high = panel.limits
+    if low == 0 and high is None:
+        high = with_headroom(axes.dataLim.y1)
+    axes.set(ylabel=panel.name, xlim=(-0.03 * last, 1.03 * last), ylim=(low, high))
     few_ticks(axes.xaxis)
     if axes.get_legend_handles_labels()[0]:
         add_legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.5)

@@ -122,8 +122,8 @@ def read_overview(folder: Path) -> Overview:
 
 
 def setting_value_text(value: Any) -> str:
-    """A value of the config as text, without passwords."""
-    if isinstance(value, str):
+    """A value of the config as text, without passwords; texts with line breaks and such are quoted."""
+    if isinstance(value, str) and value.isprintable():
         text = value
     elif isinstance(value, float):
         text = repr(value)

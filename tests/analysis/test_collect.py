@@ -171,6 +171,12 @@ def test_no_panel_cuts_a_curve_off(metric, values, shown):
         assert (low == 0) == (min(values) >= 0) and (high == 1.02) == (shown == (0, 1.02))
 
 
+def test_a_nearly_constant_curve_is_below_the_frame():
+    table = pd.DataFrame({"line": "a", "panel": "one", "run": "0", "step": [5, 10], "entropy": [1.51, 1.52]})
+    low, high = draw_curves(table, "line", "panel", ["entropy"], band=band).axes[0].get_ylim()
+    assert low == 0 and high >= 1.03 * 1.52
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "limits", "words"),
     [
@@ -198,12 +204,14 @@ def test_sweep_panels_and_lines_are_named_by_axes(path):
     table = read_runs(path).assign(learning_rate="0.0001")
     names = titled(table)
     assert [*dict.fromkeys(names["learning_rate"])] == ["learning rate 0.0001"]
-    assert [*dict.fromkeys(names["algorithm"])] == ["algorithm grpo", "algorithm wide"]
+    assert [*dict.fromkeys(names["algorithm"])] == ["grpo", "wide"]
     table["reward − grpo"] = 0.0
     labels = dict(zip(table["algorithm"], names["algorithm"], strict=True))
     figure = draw_curves(table, "algorithm", "learning_rate", ["reward", "reward − grpo"], band=band, names=labels)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["algorithm grpo", "algorithm wide"]
-    assert figure.axes[1].get_ylabel().endswith("minus algorithm grpo")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "wide"]
+    assert figure.axes[1].get_ylabel().endswith("minus grpo")
+    switched = titled(table.assign(algorithm=["true", "null", *["grpo"] * (len(table) - 2)]))
+    assert [*dict.fromkeys(switched["algorithm"])] == ["algorithm true", "algorithm null", "algorithm grpo"]
 
 
 def test_sources_without_a_run_table_are_named(tmp_path):

@@ -9,6 +9,8 @@ import pytest
 from experiments.claims.verdicts import fallen, mean_over_steps, paired_difference
 from recjax.analysis.collect import COLUMNS
 from recjax.analysis.compare import (
+    ACCURACY,
+    Comparison,
     differing_bases,
     differing_steps,
     final,
@@ -251,3 +253,16 @@ def test_pairs_with_two_initial_policies_are_named(tmp_path):
     pairs = {f"seed {seed}": (tmp_path / f"a{seed}", tmp_path / f"b{seed}") for seed in range(3)}
     assert differing_bases(pairs) == ["initial policy of the pair seed 1 = x and y"]
     assert differing_bases({"": (tmp_path / "a1", tmp_path / "b0")}) == []
+
+
+def test_few_differences_of_problems_are_counted_bars():
+    def panel(problems):
+        table = pd.DataFrame({"side": ["A", "B"], "seed": "0", "pair": "", "step": 10, ACCURACY: [0.5, 0.6]})
+        comparison = Comparison("A", "B", ACCURACY, table, np.array([0.1]), np.array(problems), [], [], [])
+        return comparison.figure().axes[2]
+
+    counted = panel([0.0] * 5 + [1.0] * 2 + [-1.0])
+    assert [text.get_text() for text in counted.get_xticklabels()] == ["-1", "0", "+1"]
+    assert [text.get_text() for text in counted.texts] == ["1", "5", "2"]
+    assert len({bar.get_facecolor() for bar in counted.patches}) == 3
+    assert len(panel(np.linspace(-1, 1, 40)).patches) == 21

@@ -90,6 +90,13 @@ def test_a_verdict_needs_six_seeds(tmp_path):
     assert fewer.startswith("No verdict: ") and fewer.endswith("A verdict needs 6 seeds.")
 
 
+def test_a_line_with_an_own_function_names_its_axis(tmp_path):
+    record_run(tmp_path / "plain")
+    record_run(tmp_path / "own", ["algorithm.weight=tests.algorithms.mine:bounded"])
+    runs, _ = read_runs_below(tmp_path)
+    assert "weight = tests.algorithms.mine:bounded" in [line.label for line in lines_of(runs, tmp_path)]
+
+
 def test_the_page_of_runs_reads_no_text_as_html(tmp_path):
     hostile_run(tmp_path)
     record_run(tmp_path / "other", seed=1, steps=1)

@@ -1,8 +1,10 @@
 """Slopes of cost over size, of seconds that are made up."""
 
 import numpy as np
+import pytest
 
 from benchmarks import slopes
+from benchmarks.tables import table
 
 
 def test_slopes_are_the_powers_that_the_seconds_follow(tmp_path):
@@ -18,5 +20,9 @@ def test_slopes_are_the_powers_that_the_seconds_follow(tmp_path):
         np.testing.assert_allclose(slopes.slopes(name, "update", seconds), power, atol=1e-9)
     cells = slopes.rows_of(seconds)
     assert len({len(row) for row in cells}) == 1 and cells[4][3] == "2.00 (2.00–2.00)"
-    slopes.draw(seconds, str(tmp_path / "slopes.png"))
+    medians = slopes.medians_in("\n".join(table(cells)))
+    assert medians["prompts"]["update"] == [1.0, 2.0, 4.0, 8.0]
+    with pytest.raises(ValueError, match="no rows"):
+        slopes.medians_in("| prompts | 4 |")
+    slopes.draw(medians, str(tmp_path / "slopes.png"))
     assert (tmp_path / "slopes.png").stat().st_size > 0

@@ -89,6 +89,12 @@ def test_staleness_is_drawn_as_it_is(monkeypatch, tmp_path):
     assert "entropy of π: mean over 4 steps" in panels["note"]
 
 
+def test_nearly_constant_values_are_below_the_frame(monkeypatch, tmp_path):
+    panels = drawn(monkeypatch, draw_training, [{"entropy": 1.0}, {"entropy": 1.001}], tmp_path)
+    low, high = panels["entropy of π"].get_ylim()
+    assert low == 0 and high >= 1.03
+
+
 def test_panels_without_content_are_left_out_and_named(monkeypatch, tmp_path):
     panels = drawn(monkeypatch, draw_training, [{"reward": 0.5}, {"reward": 0.75}], tmp_path)
     assert [*panels] == ["accuracy (share)", "reward", "ratio π/μ of tokens", "entropy of π", "title", "note"]

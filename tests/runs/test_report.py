@@ -10,7 +10,7 @@ from recjax.config import load_config
 from recjax.logs.warnings import given_warnings, warning_steps
 from recjax.runs import report
 from recjax.runs.folder import check_run_folder
-from recjax.runs.overview import read_overview
+from recjax.runs.overview import read_overview, setting_value_text
 from recjax.runs.report import commands, left_out, try_report, write_report
 from tests.runs.recorded_run import record_run
 
@@ -72,6 +72,10 @@ def test_the_report_has_the_settings_that_differ(tmp_path):
     assert rows["optimizer.learning_rate"] == ("0.002 until step 2, then 0.01", "1e-06")
     assert rows["model.decoder"] == ("given", "null") and "warm_start" not in rows and "output" not in rows
     assert not {key for key in rows if key.startswith(("regime.", "grading.", "mesh."))}
+
+
+def test_a_setting_with_line_breaks_is_quoted():
+    assert setting_value_text("\n ab") == '"\\n ab"' and setting_value_text("a b") == "a b"
 
 
 def test_what_was_left_out_is_counted_by_reason():
