@@ -372,8 +372,8 @@ FAULTS = {
     "engine-reuses-key": Fault(
         "all tokens of one decoding round of a completion are sampled with the same random key",
         "recjax/rollout/decoding.py",
-        "_step_keys(rows.keys, rows.counts + time)",
-        "_step_keys(rows.keys, rows.counts)",
+        "_step_keys(keys, counts + time)",
+        "_step_keys(keys, counts)",
         (_SAMPLER, _ENGINE),
     ),
     "engine-stale-cache": Fault(
