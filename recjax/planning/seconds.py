@@ -359,8 +359,9 @@ def expected_seconds(
     device = measured_devices().get(name)
     if device is None or len(device.measured) < LEAST_MEASURED:
         raise NoEstimate(f"no measured steps of {name}; {COMMAND} measures them")
-    if device.precision != model.decoder.dtype.name:
-        raise NoEstimate(f"the steps of {name} are measured in {device.precision}, not {model.decoder.dtype.name}")
+    precision = np.dtype(model.decoder.dtype).name
+    if device.precision != precision:
+        raise NoEstimate(f"the steps of {name} are measured in {device.precision}, not {precision}")
     rollout = config.rollout
     batch = BatchSize(
         prompts=rollout.prompts_per_step,
