@@ -84,6 +84,7 @@ def policy_alone(config: Config, characters: str) -> Policy:
         tokenizer = character_tokenizer(config.model.decoder.characters or characters)
         decoder_config = scratch_config(config.model.decoder, len(tokenizer))
     dtype = compute_dtype(config.model.dtype)
+    warn_if_slow(config.model.dtype)
     if config.training.expert_balance and decoder_config.experts is None:
         raise UserError(
             "training.expert_balance",
@@ -123,6 +124,12 @@ def scratch_config(shape: DecoderShape, vocabulary: int) -> DecoderConfig:
     return DecoderConfig(vocab_size=vocabulary, head_dim=head_dim, **shape.model_dump(exclude={"characters"}))
 
 
+def warn_if_slow(name: str) -> None:
+    """Warns if this machine computes the dtype of a `model.dtype` more slowly than float32."""
+    if name == "bfloat16" and jax.default_backend() == "cpu" and not cpu_has_bfloat16():
+        logger.warning("model.dtype = bfloat16: this CPU lacks bfloat16 instructions; float32 is faster")
+
+
 def compute_dtype(name: str) -> jnp.dtype:
     """The compute dtype for `model.dtype` on this machine's devices; logs on a CPU if bfloat16 is fast."""
     if jax.default_backend() != "cpu":
@@ -134,8 +141,6 @@ def compute_dtype(name: str) -> jnp.dtype:
             "has bfloat16 instructions; model.dtype=bfloat16 may be faster" if is_fast else "lacks bfloat16",
         )
         return jnp.dtype("float32")
-    if name == "bfloat16" and not is_fast:
-        logger.warning("model.dtype = bfloat16: this CPU lacks bfloat16 instructions; float32 is faster")
     return jnp.dtype(name)
 
 

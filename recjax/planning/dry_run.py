@@ -25,6 +25,7 @@ from recjax.config import Config, MeshConfig, RegimeConfig, load_config
 from recjax.errors import UserError
 from recjax.experience.batch import sampled_shape
 from recjax.experience.packing import is_packed, shape_for
+from recjax.hub.policy import warn_if_slow
 from recjax.models.decoder import REMAT, abstract_params
 from recjax.models.logprobs import completion_logprobs, packed_logprobs
 from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
@@ -146,6 +147,8 @@ def dry_run(
     Raises:
         UserError: an invalid config.
     """
+    if devices is None:
+        warn_if_slow(config.model.dtype)
     resolved = programs.resolve_shapes(config, reward)
     result = DryRun(
         config=config,
