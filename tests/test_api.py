@@ -119,6 +119,15 @@ def test_pictures_are_figures_and_samples_a_table(counted):
         result.samples()
 
 
+def test_only_plans_for_this_machine_warn_of_its_dtype(monkeypatch, caplog):
+    monkeypatch.setattr("recjax.hub.policy.cpu_has_bfloat16", lambda: False)
+    values = {"problems": ROWS, "reward": digits, "steps": 1}
+    recjax.plan_run(VALUES, device="v5e:1x1", **values)
+    assert "lacks bfloat16" not in caplog.text
+    recjax.plan_run(VALUES, **values, **{"model.dtype": "bfloat16"})
+    assert "this CPU lacks bfloat16" in caplog.text
+
+
 def test_a_plan_says_what_the_dry_run_prints(tmp_path, capsys):
     plan = recjax.plan_run(VALUES, problems=ROWS, reward=digits, steps=9)
     assert plan.starts and plan.config.training.steps == 9 and list(plan.staleness) == [0] * 9
