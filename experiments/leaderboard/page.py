@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 from experiments.claims.markdown import markdown_table
 from experiments.claims.verdicts import Check, Claim, chance_text, surviving
 from experiments.leaderboard import plan
+from recjax.algorithms.presets import PRESETS
 from recjax.analysis.compare import final
 from recjax.analysis.statistics import MIN_SEEDS, Estimate, estimate
 from recjax.plots.style import COLORS, GREY, add_legend, finish, new_figure, save_figure
@@ -46,7 +47,8 @@ class Board(NamedTuple):
     means: final held-out accuracy, a row a method, a column a column of the board; NaN where it was not run.
     half_widths: half of the 95 % interval over seeds; NaN under MIN_SEEDS seeds.
     ties: True where the paired difference to the column's best method has an interval that contains 0.
-    ranks: mean over seeds of a method's rank, which is a mean over the columns in which it ran.
+    ranked: the columns of the mean ranks, see `ranked_columns`.
+    ranks: mean over seeds of a method's rank, which is a mean over those of the ranked columns in which it ran.
     groups: number of the group, from 1; see `groups_of`.
     seeds: number of seeds of each cell.
     """
@@ -54,6 +56,7 @@ class Board(NamedTuple):
     means: pd.DataFrame
     half_widths: pd.DataFrame
     ties: pd.DataFrame
+    ranked: list[str]
     ranks: dict[str, Estimate]
     groups: dict[str, int]
     seeds: pd.DataFrame
@@ -88,11 +91,29 @@ def board_of(ends: pd.Series) -> Board:
         for method in compared.index:
             differences = (best - by_seed.loc[(method, column)]).dropna().to_numpy()
             ties.loc[method, column] = len(differences) >= MIN_SEEDS and estimate(differences).low <= 0
-    places = ends.groupby(level=["column", "seed"]).rank(ascending=False)
+    ranked = ranked_columns(means)
+    is_ranked = ends.index.get_level_values("column").isin(ranked)
+    places = ends[is_ranked].groupby(level=["column", "seed"]).rank(ascending=False)
     ranks = {method: _rank(places.xs(method, level="method")) for method in means.index}
     order = sorted(means.index, key=lambda method: ranks[method].mean)
     groups = groups_of(places, order)
-    return Board(means.loc[order], half_widths.loc[order], ties.loc[order], ranks, groups, seeds.loc[order])
+    return Board(means.loc[order], half_widths.loc[order], ties.loc[order], ranked, ranks, groups, seeds.loc[order])
+
+
+def ranked_columns(means: pd.DataFrame) -> list[str]:
+    """The columns in which all methods ran that can: places among other numbers of methods would not be comparable.
+
+    Without such a column, all columns.
+
+    Args:
+        means: a row a method, a column a column of the board; NaN where it was not run.
+    """
+    whole = []
+    for column in means.columns:
+        absent = means.index[means[column].isna()]
+        if all(name in PRESETS and plan.refusal(plan.preset(name), column) for name in absent):
+            whole.append(column)
+    return whole or list(means.columns)
 
 
 def _half_width(values: pd.Series) -> float:
@@ -386,11 +407,12 @@ def write_pages(table: pd.DataFrame) -> None:
     left_out = plan.PLAN["leaderboard"]["left_out"]
     parts["left_out"] = "; ".join(f"`{name}`: {why}" for name, why in left_out.items())
     parts |= dict.fromkeys(("board", "verdicts"), NO_RUN)
-    parts |= dict.fromkeys(("board_figure", "rates", "gaps", "verdicts_figure", "paragraphs", "chance"), "")
+    parts |= dict.fromkeys(("board_figure", "ranked", "rates", "gaps", "verdicts_figure", "paragraphs", "chance"), "")
     if len(table):
         ends = ends_of(table)
         board = board_of(ends)
         parts["board"] = board_table(board)
+        parts["ranked"] = ", ".join(TITLES[column] for column in board.ranked)
         parts["rates"] = rates_table(table, list(board.means.index))
         parts["gaps"] = gaps_text(board, read_errors())
         figure = draw_board(board)

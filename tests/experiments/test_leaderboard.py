@@ -84,13 +84,18 @@ def test_ranks_means_and_ties():
         ("good", "fresh"): lambda seed: 0.9 + 0.01 * (seed % 2),
         ("alike", "fresh"): lambda seed: 0.9 + 0.01 * ((seed + 1) % 2),
         ("bad", "fresh"): lambda seed: 0.5 + 0.01 * seed,
-        ("good", "late"): lambda seed: 0.8,
+        ("good", "age20"): lambda seed: 0.8,
+        ("alike", "age20"): lambda seed: 0.8 - 0.01 * (seed % 2),
+        ("bad", "age20"): lambda seed: 0.2 + 0.01 * seed,
+        ("good", "late"): lambda seed: 0.1,  # "alike" was not run: no rank counts here
         ("bad", "late"): lambda seed: 0.2 + 0.01 * seed,
     }
     table = pd.concat([table_of(ends), table_of({("bad", "fresh"): lambda seed: 1.0}, [PLAN["pilot_seed"]])])
     board = page.board_of(page.ends_of(table))
     assert [*board.means.index] == ["good", "alike", "bad"]  # pilot seeds count for nothing
-    assert {name: rank.mean for name, rank in board.ranks.items()} == {"good": 1.25, "alike": 1.5, "bad": 2.5}
+    assert board.ranked == ["fresh", "age20"]
+    # In "fresh" the first two take turns; in "age20" they tie for every second seed.
+    assert {name: rank.mean for name, rank in board.ranks.items()} == {"good": 1.375, "alike": 1.625, "bad": 3.0}
     assert board.means.loc["bad", "fresh"] == pytest.approx(0.525) and np.isnan(board.means.loc["alike", "late"])
     # Student's interval of 0.5 to 0.55 with six values: 2.5706 · 0.018708 / √6.
     assert board.half_widths.loc["bad", "fresh"] == pytest.approx(0.019633, abs=1e-5)
@@ -98,7 +103,16 @@ def test_ranks_means_and_ties():
     assert board.groups == {"good": 1, "alike": 1, "bad": 2}
     text = page.board_table(board)
     assert "**0.905 ± 0.006**" in text and "| 0.525 ± 0.020 |" in text and "–" in text
-    assert "| 3 | `bad` | 2 | 2.5 (2.5 to 2.5) |" in text
+    assert "| 3 | `bad` | 2 | 3.0 (3.0 to 3.0) |" in text
+
+
+def test_refused_methods_leave_a_column_ranked(monkeypatch):
+    means = pd.DataFrame({"fresh": [0.9, 0.8], "late": [0.7, np.nan]}, index=["opmd", "grpo"])
+    assert page.ranked_columns(means) == ["fresh"]
+    monkeypatch.setattr(plan, "refusal", lambda method, column: "it needs more groups")
+    assert page.ranked_columns(means) == ["fresh", "late"]
+    assert page.ranked_columns(means.rename(index={"grpo": "mine"})) == ["fresh"]
+    assert page.ranked_columns(means[["late"]].rename(index={"grpo": "mine"})) == ["late"]
 
 
 def test_groups_compare_ranks_in_common_columns():
