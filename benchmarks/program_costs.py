@@ -20,11 +20,11 @@ from rich.table import Table
 
 from benchmarks.costs import SPEEDS
 from recjax.config import Config, load_config
-from recjax.planning.dry_run import DryRun, count, dry_run
+from recjax.planning.dry_run import DryRun, dry_run
 from recjax.planning.programs import Plan, compile_executable, executables_of, most_iterations, plan, programs_of
 from recjax.planning.sampling import Executable, sampling_of
+from recjax.planning.seconds import BatchSize, backward_share, cache_bytes, forward_flops, read_weights
 from recjax.planning.targets import ACCELERATORS, GIB, Devices, load_target, named_devices
-from recjax.rollout.plan import state_bytes
 from recjax.runtime.console import command, plain_console, start
 
 FLAGS = flags.FLAGS
@@ -210,35 +210,22 @@ def least_seconds(config: Config, result: DryRun, devices: Devices) -> dict[str,
     """
     rollout = config.rollout
     decoder = result.model.decoder
-    prompt = result.prompt_tokens
-    shape = decoder.config
-    longest = rollout.max_completion_tokens
     group = rollout.group_size
-    size = decoder.dtype.itemsize
-    layers = shape.num_layers * shape.active_layer_weights
-    head = shape.vocab_size * shape.hidden_size
-    trained = min(count(result.model.trained) / (layers + shape.idle_weights + head), 1.0)
-    backward = 2 * trained if config.model.freeze else 1 + trained
-    # One prompt with its group.
-    pairs = 0 if shape.windows else prompt**2 / 2 + group * longest * (prompt + longest / 2)
-    forward = 2 * (layers * (prompt + group * longest) + head * group * longest)
-    forward += 4 * shape.attention_layers * shape.num_heads * shape.head_dim * pairs
+    longest = rollout.max_completion_tokens
+    one = BatchSize(prompts=1, group_size=group, prompt_tokens=result.prompt_tokens, completion_tokens=longest)
+    forward = forward_flops(decoder.config, one)
+    backward = backward_share(config, result.model)
     speed = SPEEDS[next(name for name, kind in ACCELERATORS.items() if kind is devices.kind)]
     flops = devices.count * speed["flops"]
     seconds = {"an update": (1 + backward) * forward * rollout.prompts_per_step / config.training.minibatches / flops}
     sampled = 0 if config.follows else config.own_counts[0]
     if sampled:
         free = int(devices.usable) - sum(item.bytes for item in result.memory if item.phase == "always")
-        plan = sampling_of(config, decoder, result.mesh, prompt, free, devices.platform)
-        # A step reads the experts that any of its tokens needs: in expectation, with equal loads.
-        share = shape.experts.per_token / shape.experts.count if shape.experts else 1.0
-        # With s the share of active experts and n tokens, 1 - (1 - s)ⁿ of the experts run; s are in `layers`.
-        more = 0 if share == 1.0 else (1 - (1 - share) ** plan.slots - share) / (1 - share)
-        weights = layers + more * shape.idle_weights + head
+        plan = sampling_of(config, decoder, result.mesh, one.prompt_tokens, free, devices.platform)
+        size = decoder.dtype.itemsize
+        weights = read_weights(decoder.config, plan.slots)
         read = -(-sampled * group // plan.slots) * longest * weights * size / plan.mesh.shape["tensor"]
-        cache = 2 * shape.attention_layers * shape.num_kv_heads * shape.head_dim * size * (prompt + group * longest / 2)
-        cache += 2 * state_bytes(decoder, group)  # each token reads and writes them
-        read += longest * sampled * cache / devices.count
+        read += longest * sampled * cache_bytes(decoder, one, size) / devices.count
         seconds = {"sampling a batch": max(sampled * forward / flops, read / speed["bytes"])} | seconds
     return seconds
 

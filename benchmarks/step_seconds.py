@@ -16,6 +16,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ MEASURED = {
     "a, half the width": dataclasses.replace(SHAPES["a"], model=Sizes(4096, 128, 512, 4, 2, 2, 64)),
     "a, twice the width": Shape(Sizes(4096, 512, 2048, 4, 8, 8, 64), 4, 8, 64, 32, ()),
 }
-WARM_UP = 3  # steps; the first compiles
+WARM_UP = 8  # steps; the first compiles, and the next ones touch new memory
 STEPS = 3  # timed steps, after one that the wait has cut
 ACCELERATORS = {"h100.json": "h100-80", "h200.json": "h200-141"}
 REMARKS = {"h100.json": ", with an earlier version's slower sampler"}  # benchmarks/RESULTS.md, On a GPU
@@ -136,10 +137,16 @@ def measure(shape: Shape, quiet: float, patience: float) -> Measurement:
         process.join()
 
 
-def measured_file(quiet: float, patience: float) -> dict[str, Any]:
-    """What `--out` writes: this machine, and shape and seconds of each step."""
-    steps = {}
-    for name, shape in MEASURED.items():
+def measured_file(quiet: float, patience: float, only: Sequence[str], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--out` writes: this machine, and shape and seconds of each step.
+
+    Args:
+        only: names of the sizes to measure; empty: all.
+        before: the file's earlier steps, which stay where they are not measured again.
+    """
+    steps = dict(before)
+    for name in only or MEASURED:
+        shape = MEASURED[name]
         found = measure(shape, quiet, patience)
         steps[name] = {"shape": dataclasses.asdict(shape), **found._asdict()}
         print(f"{name}: {statistics.median(found.seconds):.4g} s a step, other load {found.other_load:.0%}", flush=True)
@@ -229,8 +236,12 @@ def show_errors() -> None:
 def main(argv: list[str]) -> None:
     """Measures, collects or prints."""
     if FLAGS.out:
-        content = json.dumps(measured_file(FLAGS.quiet, FLAGS.patience), indent=1) + "\n"
-        Path(FLAGS.out).write_text(content, encoding="utf-8")
+        path = Path(FLAGS.out)
+        before = {}
+        if FLAGS.only:
+            before = json.loads(path.read_text(encoding="utf-8"))["steps"]
+        content = measured_file(FLAGS.quiet, FLAGS.patience, FLAGS.only, before)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if FLAGS.write:
         planned.FILE.write_text(text(), encoding="utf-8")
     if FLAGS.errors:
@@ -239,6 +250,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "JSON file to write; measures this machine's CPU.")
+    flags.DEFINE_multi_enum("only", [], list(MEASURED), "Measure this size again, and keep the rest of the file.")
     flags.DEFINE_float("quiet", 0.15, "Other load, as a share of all cores, above which a run waits.", lower_bound=0)
     flags.DEFINE_float("patience", 60.0, "Seconds that a run waits at most.")
     flags.DEFINE_bool("write", False, "Collect the files of benchmarks/results in recjax/planning/step_seconds.json.")

@@ -33,7 +33,7 @@ from recjax.models.trainable import adapted, combine, split_params
 from recjax.planning import programs
 from recjax.planning.programs import CAST, Model, batch_arrays, resident_arrays, sampled_from, to_compute_with
 from recjax.planning.sampling import longest_in_slot, most_completions, sampling_of
-from recjax.planning.seconds import NoEstimate, StepSeconds, expected_seconds
+from recjax.planning.seconds import NoEstimate, StepSeconds, device_speed, expected_seconds
 from recjax.planning.targets import (
     ACCELERATORS,
     GIB,
@@ -211,8 +211,9 @@ def _with_memory(result: DryRun, config: Config, model: Model, devices: Devices 
     step_seconds = None
     if prompt_tokens:
         try:
+            device = device_speed(config, model, devices)
             slots = _slots(config, model, prompt_tokens, mesh, memory, devices)
-            step_seconds = expected_seconds(config, model, prompt_tokens, devices, slots)
+            step_seconds = expected_seconds(config, model, prompt_tokens, device, slots)
         except NoEstimate as reason:
             result.notes.append(f"seconds of a step: {reason}")
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import nnls
 
@@ -180,7 +181,7 @@ def step_work(decoder: Any, batch: BatchSize, rounds: int = 1, backward: float =
         backward: see `backward_share`.
     """
     shape = decoder.config
-    size = decoder.dtype.itemsize
+    size = jnp.dtype(decoder.dtype).itemsize
     rows = batch.prompts * batch.group_size
     forward = forward_flops(shape, batch)
     tokens = batch.prompts * batch.prompt_tokens + rows * batch.completion_tokens
@@ -226,7 +227,7 @@ def measured_devices() -> dict[str, DeviceSpeed]:
     for name, content in json.loads(FILE.read_text(encoding="utf-8"))["devices"].items():
         measured = []
         for row in content["steps"]:
-            decoder = Decoder(DecoderConfig(**row["model"]), jax.numpy.dtype(content["precision"]))
+            decoder = Decoder(DecoderConfig(**row["model"]), jnp.dtype(content["precision"]))
             measured.append(Measured(step_work(decoder, BatchSize(**row["batch"])), tuple(row["seconds"])))
         devices[name] = DeviceSpeed(
             name=name,
@@ -342,15 +343,11 @@ def predicted_seconds(device: DeviceSpeed, work: Work) -> StepSeconds:
 # --- A config.
 
 
-def expected_seconds(
-    config: Config, model: Model, prompt_tokens: int, devices: Devices | None, slots: int | None
-) -> StepSeconds:
-    """Expected seconds of a step of a run with completions at their limit, without evaluations and checkpoints.
+def device_speed(config: Config, model: Model, devices: Devices | None) -> DeviceSpeed:
+    """The measurements by which the steps of a run can be estimated.
 
     Args:
-        prompt_tokens: tokens of the longest prompt.
         devices: devices to plan for; None: one of this machine's.
-        slots: completions that are sampled at the same time; None: all of a batch.
     Raises:
         NoEstimate: no measurement fits the device or the config.
     """
@@ -359,9 +356,23 @@ def expected_seconds(
     device = measured_devices().get(name)
     if device is None or len(device.measured) < LEAST_MEASURED:
         raise NoEstimate(f"no measured steps of {name}; {COMMAND} measures them")
-    precision = np.dtype(model.decoder.dtype).name
-    if device.precision != precision:
-        raise NoEstimate(f"the steps of {name} are measured in {device.precision}, not {precision}")
+    dtype = np.dtype(model.decoder.dtype).name
+    if device.precision != dtype:
+        raise NoEstimate(f"the steps of {name} are measured in {device.precision}, not {dtype}")
+    return device
+
+
+def expected_seconds(
+    config: Config, model: Model, prompt_tokens: int, device: DeviceSpeed, slots: int | None
+) -> StepSeconds:
+    """Expected seconds of a step of a run with completions at their limit, without evaluations and checkpoints.
+
+    Args:
+        prompt_tokens: tokens of the longest prompt.
+        slots: completions that are sampled at the same time; None: all of a batch.
+    Raises:
+        NoEstimate: the step is much smaller than every measured one.
+    """
     rollout = config.rollout
     batch = BatchSize(
         prompts=rollout.prompts_per_step,
@@ -395,7 +406,7 @@ def expected_seconds(
     )
     smallest = min(step.work.update_flops for step in device.measured)
     if work.update_flops < SMALL * smallest:
-        raise NoEstimate(f"it is much smaller than every measured step of {name}")
+        raise NoEstimate(f"it is much smaller than every measured step of {device.name}")
     largest = max(step.work.update_flops for step in device.measured)
     if work.update_flops > FAR * largest:
         unmeasured.append(f"update of this size (the largest has 1 / {work.update_flops / largest:.0f} of its work)")

@@ -139,7 +139,7 @@ def test_unmeasured_kinds_of_runs_get_no_number(config_of, on_measured_cpu, over
 
 def seconds_of(config, slots=None):
     model = dry_run(config).model
-    return expected_seconds(config, model, 8, None, slots)
+    return expected_seconds(config, model, 8, seconds.device_speed(config, model, None), slots)
 
 
 @pytest.fixture
