@@ -83,7 +83,7 @@ def arguments(text: str) -> tuple[str, ...]:
     text = re.sub(r" \[[^\]]*(?:…|\.\.\.)\]", "", text)
     words = []
     for word in shlex.split(text):
-        if word in {"&&", "|", "&", ";", ">"} or word.startswith("("):
+        if word in {"&&", "|", "&", ";", ">", "-->"} or word.startswith("("):
             break
         if "…" not in word and "..." not in word:
             word = word.replace("HOST:PORT", "localhost:8476").split("|")[0]

@@ -181,7 +181,10 @@ class ModelConfig(ConfigBlock):
         list, "Regular expressions of the parameter paths that recjax does not train", note="Not with model.lora."
     )
     logprob_chunk: Int = key(
-        1024, "Token positions whose vocabulary logits a device holds together", ge=1, may_change=True
+        1024,
+        "Token positions whose vocabulary logits a device holds together; more if they have less than 4 million logits",
+        ge=1,
+        may_change=True,
     )
 
     @pydantic.field_validator("chat_date")

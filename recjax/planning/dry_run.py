@@ -27,7 +27,7 @@ from recjax.experience.batch import sampled_shape
 from recjax.experience.packing import is_packed, shape_for
 from recjax.hub.policy import advise_on_dtype
 from recjax.models.decoder import REMAT, abstract_params
-from recjax.models.logprobs import completion_logprobs, packed_logprobs
+from recjax.models.logprobs import completion_logprobs, packed_logprobs, positions_at_once
 from recjax.models.placement import AnyMesh, bytes_on_device, laid_out_by_rules, row_shards
 from recjax.models.trainable import adapted, combine, split_params
 from recjax.planning import programs
@@ -43,6 +43,7 @@ from recjax.planning.targets import (
     larger_slices,
     named_devices,
 )
+from recjax.rollout.decoding import copies_into_blocks
 from recjax.rollout.plan import capacities, key_value_bytes, power_of_two, score_bytes, state_bytes
 from recjax.runs.prepare import warn_of_context
 from recjax.runtime import hosts
@@ -326,11 +327,14 @@ def sampling_items(
         key_value_size = engines * key_value_bytes(decoder, **sizes)
         state_size = engines * state_bytes(decoder, states)
         score_size = score_bytes(decoder, rows)
+        later = key_value_bytes(decoder, **(sizes | {"prompts": 0}))
     formula = (
         f"{each}2 × {shape.attention_layers} layers × {shape.num_kv_heads} heads × {shape.head_dim} × {size} B"
         f" × ({prompts} × {prompt_tokens} + {rows} × {longest} tokens)"
     )
     items.append(Item("sample", "keys and values", formula, key_value_size))
+    if copies_into_blocks(platform, later // size):
+        items.append(Item("sample", "a round's copy in blocks", "keys and values of completions", later))
     if shape.delta:
         net = shape.delta
         state = f"{net.value_heads} × {net.key_dim} × {net.value_dim} × 4 B"
@@ -375,7 +379,7 @@ def update_items(
     if config.model.remat != "none":
         kept += ", and one layer recomputed"
     gradients = bytes_on_device(laid_out_by_rules(mesh, model.trained))
-    chunk = min(config.model.logprob_chunk, micro_batch.tokens)
+    chunk = min(positions_at_once(model.decoder.config, config.model.logprob_chunk), micro_batch.tokens)
     vocabulary = model.decoder.config.vocab_size
     if vocabulary % tensor == 0:
         vocabulary //= tensor

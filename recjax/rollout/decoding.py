@@ -196,6 +196,16 @@ def _in_blocks(context: Context) -> list[Context]:
     ]
 
 
+def copies_into_blocks(platform: str, numbers: int) -> bool:
+    """Whether a round copies the later tokens' memory into blocks, which takes their memory once more.
+
+    Args:
+        platform: JAX's name of the devices' platform.
+        numbers: of all keys and values of later tokens.
+    """
+    return platform == "cpu" and numbers <= MOST_COPIED
+
+
 # The memory is donated: a copy of the cache in each round would double its size.
 @functools.partial(jax.jit, static_argnames=("decoder", "options"), donate_argnames="memory")
 def decode(
@@ -215,10 +225,7 @@ def decode(
     keeps none of the round's tokens. States change only with tokens of live slots.
     """
     contexts = _contexts(memory, rows.lengths, rows.cached)
-    if (
-        jax.default_backend() == "cpu"
-        and jax.tree.reduce(lambda size, x: size + x.size, memory.later, 0) <= MOST_COPIED
-    ):
+    if copies_into_blocks(jax.default_backend(), jax.tree.reduce(lambda size, x: size + x.size, memory.later, 0)):
         contexts = (contexts[0], *(block for context in contexts[1:] for block in _in_blocks(context)))
     slots = len(rows.live)
     offsets = jnp.arange(options.time)

@@ -14,6 +14,7 @@ from recjax.config import RegimeConfig, load_config
 from recjax.experience.batch import sampled_shape
 from recjax.experience.layout import Layout
 from recjax.hub import policy
+from recjax.models import logprobs
 from recjax.models.decoder import REMAT
 from recjax.models.logprobs import Sampling
 from recjax.models.trainable import split_params
@@ -30,6 +31,7 @@ from recjax.planning.dry_run import (
 )
 from recjax.planning.programs import batch_arrays, resident_arrays, resolve_shapes
 from recjax.planning.targets import ACCELERATORS, device_memory, named_devices
+from recjax.rollout import decoding
 from recjax.runs import other_models
 from recjax.runs.prepare import prepare
 from recjax.training.mesh import make_mesh
@@ -238,6 +240,29 @@ def test_a_gpu_copies_the_few_layers_it_unrolls(tiny, no_activations, device, la
     found = memory(dry_run(config, named_devices(device)))
     kernels, norms = 4 * 256 * 256 + 3 * 256 * 512, 2 * 256  # in bfloat16, and in float32
     assert found.get("unrolled layers", 0) == copies * layers * (2 * kernels + 4 * norms)
+
+
+@pytest.mark.parametrize(("device", "copies"), [("host", 1), ("h100-80", 0)])
+def test_a_cpu_copies_few_keys_and_values(tiny, no_activations, monkeypatch, device, copies):
+    no_activations()
+    found = memory(dry_run(tiny(), *[named_devices(device)] * (device != "host")))
+    later = found.pop("a round's copy in blocks", 0)
+    assert bool(later) == copies and later < found["keys and values"]
+    monkeypatch.setattr(decoding, "MOST_COPIED", 10)
+    assert memory(dry_run(tiny(), *[named_devices(device)] * (device != "host"))) == found
+
+
+@pytest.mark.parametrize(("chunk", "few"), [(2, 0), (2, 2**24), (10**6, 0)])
+def test_chunks_of_few_scores_are_longer_than_their_key(tiny, no_activations, monkeypatch, chunk, few):
+    no_activations()
+    monkeypatch.setattr(logprobs, "FEW_SCORES", few)
+    config = tiny(f"model.logprob_chunk={chunk}")
+    result = dry_run(config)
+    rollout = config.rollout
+    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_completion_tokens
+    positions = tokens if few or chunk > tokens else chunk
+    vocabulary = result.model.decoder.config.vocab_size
+    assert memory(result)["chunk of vocabulary scores"] == 4 * 4 * positions * vocabulary
 
 
 @pytest.mark.slow
