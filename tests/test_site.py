@@ -38,7 +38,8 @@ CLIPPED = """(is_phone) => {
     for (const box of document.querySelectorAll(boxes)) {
         const excess = box.scrollWidth - box.clientWidth;  // 5 px are the padding of code at the end of a line
         const style = getComputedStyle(box), may_scroll = is_phone && /auto|scroll/.test(style.overflowX) && (
-            box.matches(".md-typeset__scrollwrap, .equation-block, p:has(> img)") || box.closest(".drawn, .highlighttable"));
+            box.matches(".md-typeset__scrollwrap, .equation-block, p:has(> img)")
+            || box.closest(".drawn, .highlighttable"));
         const is_shown = box.clientWidth > 0 && style.display != "inline" && !box.closest("details:not([open])");
         if (excess > 5 && is_shown && !may_scroll)
             clipped.push(`${box.tagName} by ${excess} px: ${box.innerText.slice(0, 60)}`);

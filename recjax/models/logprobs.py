@@ -260,9 +260,9 @@ def chunked_scores(
 ) -> TokenScores:
     """Scores of `tokens` after hidden states, `positions_at_once` positions at a time, forwards and backwards.
 
-    [batch, time, vocab] only exists, in up to four parts, where it has at most FEW_SCORES scores; elsewhere the backward
-    pass recomputes each chunk's logits. On a mesh each device computes its own rows, with a head that is gathered once
-    and not for every chunk.
+    [batch, time, vocab] only exists, in up to four parts, where it has at most FEW_SCORES scores; elsewhere the
+    backward pass recomputes each chunk's logits. On a mesh each device computes its own rows, with a head that is
+    gathered once and not for every chunk.
 
     Args:
         recorded: arrays recorded for each of `tokens`, [batch, time, …]; see `score_tokens`.
