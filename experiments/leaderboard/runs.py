@@ -100,9 +100,14 @@ def train(run: SweepRun, extra: Mapping[str, Any]) -> None:
         rows = blocks(read_metrics(folder / "metrics.jsonl")).to_dict("list")
     except UserError as error:
         rows = {"error": str(error)}
-    compiled.file_of(run).parent.mkdir(parents=True, exist_ok=True)
-    write_whole(compiled.file_of(run), json.dumps(rows))
+    write_file(run, rows)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_file(run: SweepRun, content: Mapping[str, Any]) -> None:
+    """Writes the file of a finished run; see `content_of`."""
+    compiled.file_of(run).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(compiled.file_of(run), json.dumps(content))
 
 
 def make(runs: Sequence[SweepRun], path: Path, extra: Mapping[str, Any]) -> None:
@@ -115,7 +120,12 @@ def make(runs: Sequence[SweepRun], path: Path, extra: Mapping[str, Any]) -> None
     with_programs = [run for run in waiting if is_compiled(run.config)]
     # Programs whose sampler can drift run a little slower, so they are others.
     for drifts in (False, True):
-        compiled.make([run for run in with_programs if (run.config.rollout.drift is not None) == drifts], drifts)
+        alike = [run for run in with_programs if (run.config.rollout.drift is not None) == drifts]
+        try:
+            compiled.make(alike, drifts)
+        except UserError as error:  # such as that of a loss which reads what the batches lack
+            for run in compiled.missing(alike, path) if alike else []:
+                write_file(run, {"error": str(error)})
     for run in waiting:
         if not is_compiled(run.config):
             train(run, extra)

@@ -20,6 +20,8 @@ TUNABLES = {
 }
 HEAP_SHARE = 0.75  # arrays beyond this share of the machine's memory get ordinary pages
 LEAST_GAP = 8192  # gaps of fewer bytes stay available to small arrays
+ROOM = 32 << 20  # bytes of the gap for arrays that stay
+GUARD = 64 << 10  # bytes, more than any gap that `close_gaps` leaves
 SETTLING_STEPS = 2  # the first training steps leave permanent allocations
 
 
@@ -108,18 +110,33 @@ def close_gaps() -> int:
     return len(taken)
 
 
+def leave_room() -> None:
+    """Makes a gap of ROOM bytes on the heap, for arrays that are allocated after `close_gaps`, and stay.
+
+    glibc takes the smallest gap that an array fits in. Without this one, it would be the gap that the update's temporary
+    arrays have left, which would then be too small for them: the process would take their memory a second time. The gap
+    takes no memory before it has content. The function needs the settings of `prepare_host_memory`.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_size_t
+    room = libc.malloc(ctypes.c_size_t(ROOM))
+    libc.malloc(ctypes.c_size_t(GUARD))  # keeps the gap apart from the free memory at the end of the heap
+    libc.free(ctypes.c_void_p(room))
+
+
 @contextlib.contextmanager
 def settling_memory() -> Iterator[Callable[[int], None]]:
     """A context that yields a function to call after each training step; it acts only in a command.
 
     After each of the first steps, whose number from 0 is the argument, the function closes the gaps that compiling left
-    on the heap. It also freezes all objects until the context ends: a collection would look through all that JAX keeps
+    on the heap, and leaves one for what later steps keep. It also freezes all objects until the context ends: a collection would look through all that JAX keeps
     of programs, which takes a second.
     """
     with contextlib.ExitStack() as stack:
 
         def settle(step: int) -> None:
             if step < SETTLING_STEPS and close_gaps():
+                leave_room()
                 gc.collect()
                 gc.freeze()
                 stack.callback(gc.unfreeze)

@@ -25,6 +25,8 @@ from recjax.sources.generator import Generator, OpenGenerator
 BATCHES_PER_GENERATOR = 2  # a generator samples one while it grades the other, or while the other waits
 RESTARTS = 5  # restarts of one generator in a row, without a batch in between, before the run ends
 _PLACED_SECONDS = 3  # within this time Ray places a generator if the cluster has the capacity
+_STARTS = 3  # tries to start Ray on this machine
+_LATE_START = "timed out during startup"  # in the message of Ray's error
 _ONLY_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0 makes Ray listen on loopback alone
 
 logger = logging.getLogger(__name__)
@@ -126,16 +128,38 @@ class Generators:
                 " import ray later, or call ray.init yourself",
             )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        with warnings.catch_warnings():
-            # JAX warns about every fork, but this child only executes a program of Ray.
-            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-            ray.init(
-                "local",
-                num_cpus=self._regime.generators,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        self._start_ray()
+
+    def _start_ray(self) -> None:
+        """Starts Ray on this machine. Ray waits for half a minute, which is too short while other programs take all cores.
+
+        Raises:
+            UserError: Ray did not start in time, several times.
+        """
+        for start in range(1, _STARTS + 1):
+            try:
+                with warnings.catch_warnings():
+                    # JAX warns about every fork, but this child only executes a program of Ray.
+                    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                    self._ray.init(
+                        "local",
+                        num_cpus=self._regime.generators,
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level=logging.ERROR,
+                    )
+                return
+            except Exception as error:  # Ray raises no narrower class
+                if _LATE_START not in str(error):
+                    raise
+                self._ray.shutdown()
+                if start == _STARTS:
+                    raise UserError(
+                        "regime.mode = 'async'",
+                        f"Ray did not start on this machine in {_STARTS} tries ({error})",
+                        "stop programs that take all cores, or join a cluster with regime.address",
+                    ) from error
+                logger.warning("Ray did not start within its time; another try")
 
     def _join_cluster(self, address: str) -> None:
         try:

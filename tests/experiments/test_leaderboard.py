@@ -224,6 +224,20 @@ def test_an_own_loss_is_a_row_in_every_column():
         main.own_loss("tests.algorithms.mine:summed_rows")
 
 
+def test_an_error_of_a_program_ends_its_row_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "OUTPUT", tmp_path)
+
+    def refuse(waiting, drifts):
+        if waiting and not drifts:
+            raise UserError("reward_parts", "the reward has no parts")
+
+    monkeypatch.setattr(compiled, "make", refuse)
+    row = runs.Row(plan.preset("gdpo"), ("fresh", "noise"), 2)
+    runs.make_row(row, tmp_path / "none.parquet", {})
+    errors = runs.errors_of(runs.pilots_of(row, {}))
+    assert errors.keys() == {("gdpo", "fresh")} and "no parts" in errors["gdpo", "fresh"]
+
+
 def test_errors_and_table_rows_count_as_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "OUTPUT", tmp_path)
     row = runs.Row(plan.preset("opmd"), ("late",), 2)

@@ -120,6 +120,40 @@ def test_gaps_are_taken_and_their_pages_given_back(prepared):
     assert changed == 0
 
 
+STEPS = """
+import ctypes, sys
+from recjax.runtime.memory import close_gaps, leave_room
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_size_t
+
+def allocated(size):
+    return libc.malloc(ctypes.c_size_t(size))
+
+def step(number):
+    temporary = allocated(900 << 20)
+    allocated(20_000 + number)  # stays, and is behind the temporary arrays in the first step
+    libc.free(ctypes.c_void_p(temporary))
+    allocated(1 << 20)  # stays
+    return temporary
+
+close_gaps()
+if "room" in sys.argv:
+    leave_room()
+places = {step(number) for number in range(4)}
+print(max(places) - min(places))
+"""
+
+
+@pytest.mark.skipif(not host_memory.has_glibc(), reason="of glibc alone")
+@pytest.mark.slow
+@pytest.mark.parametrize("is_left", [True, False])
+def test_arrays_that_stay_leave_temporary_ones_their_place(is_left):
+    command = [sys.executable, "-c", AS_COMMAND + STEPS, *["room"] * is_left]
+    moved = int(subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True).stdout)
+    assert (moved < 100 << 20) == is_left, moved
+
+
 def test_gaps_are_closed_after_a_long_compilation_alone(monkeypatch):
     closed = []
     monkeypatch.setattr(cache, "close_gaps", lambda: closed.append(1))
@@ -134,6 +168,7 @@ def test_gaps_are_closed_after_a_long_compilation_alone(monkeypatch):
 def test_the_first_steps_freeze_objects_until_the_context_ends(monkeypatch, closed):
     gc.unfreeze()
     monkeypatch.setattr(host_memory, "close_gaps", lambda: closed)
+    monkeypatch.setattr(host_memory, "leave_room", lambda: None)
     with host_memory.settling_memory() as settle:
         for step in range(3):
             settle(step)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from recjax.config import RegimeConfig
+from recjax.errors import UserError
 from recjax.sources import generators
 from recjax.sources.generators import Generators
 
@@ -73,3 +74,25 @@ def test_ray_that_was_imported_too_early_is_refused(monkeypatch):
         monkeypatch.delenv(name)
     generators.keep_ray_on_loopback()
     assert os.environ[generators._ONLY_LOOPBACK] == "0" and os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.parametrize(("late", "other"), [(2, ""), (3, ""), (1, "no room")])
+def test_ray_that_starts_late_is_started_again(monkeypatch, late, other):
+    tries = []
+
+    def init(*_, **__):
+        tries.append(len(tries))
+        if len(tries) <= late:
+            raise Exception(other or "The current node timed out during startup. This could …")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv(generators._ONLY_LOOPBACK, "0")
+    opened = Generators(RegimeConfig(mode="async", max_staleness=1), contextlib.nullcontext)
+    if late == 2:
+        opened._connect()
+        assert len(tries) == 3
+        return
+    with pytest.raises(Exception, match=other or "in 3 tries") as caught:
+        opened._connect()
+    assert isinstance(caught.value, UserError) == (not other) and len(tries) == late
