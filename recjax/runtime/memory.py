@@ -113,9 +113,9 @@ def close_gaps() -> int:
 def leave_room() -> None:
     """Makes a gap of ROOM bytes on the heap, for arrays that are allocated after `close_gaps`, and stay.
 
-    glibc takes the smallest gap that an array fits in. Without this one, it would be the gap that the update's temporary
-    arrays have left, which would then be too small for them: the process would take their memory a second time. The gap
-    takes no memory before it has content. The function needs the settings of `prepare_host_memory`.
+    glibc takes the smallest gap that an array fits in. Without this one, it would be the gap that the update's
+    temporary arrays have left, which would then be too small for them: the process would take their memory a second
+    time. The gap takes no memory before it has content. The function needs the settings of `prepare_host_memory`.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_size_t
@@ -129,8 +129,8 @@ def settling_memory() -> Iterator[Callable[[int], None]]:
     """A context that yields a function to call after each training step; it acts only in a command.
 
     After each of the first steps, whose number from 0 is the argument, the function closes the gaps that compiling left
-    on the heap, and leaves one for what later steps keep. It also freezes all objects until the context ends: a collection would look through all that JAX keeps
-    of programs, which takes a second.
+    on the heap, and leaves one for what later steps keep. It also freezes all objects until the context ends: a
+    collection would look through all that JAX keeps of programs, which takes a second.
     """
     with contextlib.ExitStack() as stack:
 

@@ -131,7 +131,9 @@ class Generators:
         self._start_ray()
 
     def _start_ray(self) -> None:
-        """Starts Ray on this machine. Ray waits for half a minute, which is too short while other programs take all cores.
+        """Starts Ray on this machine.
+
+        Ray waits for half a minute for its own processes, which is too short while other programs take all cores.
 
         Raises:
             UserError: Ray did not start in time, several times.
