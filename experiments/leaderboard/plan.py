@@ -21,7 +21,8 @@ STUDIES = ("leaderboard", "regimes")
 AXES = ["method", "column", "rate", "seed"]
 FRESH = "fresh"
 FOREIGN_SEED = 1000  # the seed of a store is the seed of its reader plus this
-RECORDED_TOP_K = 128  # for score centering: the whole vocabulary of the sums
+RECORDED_TOP_K = 128  # the whole vocabulary of the sums
+READ_TOP_K = ("klpo", "score_centering")  # presets that read the sampler's most likely tokens
 OUTPUT = Path("runs/leaderboard")
 POLICIES = HERE / "policies"
 
@@ -136,7 +137,7 @@ def run_of(method: Method, column: str, rate: float, seed: int, extra: Mapping[s
             "output": str(OUTPUT / "__".join(settings.values())),
         },
     )
-    if method.algorithm.get("preset") == "score_centering":
+    if method.algorithm.get("preset") in READ_TOP_K:
         values = changed(values, {"rollout.recorded_top_k": RECORDED_TOP_K})
     return SweepRun(settings, [], make_config(changed(values, extra), [], str(HERE / "plan.yaml")))
 
