@@ -119,6 +119,19 @@ def claims_parts(checks: pd.DataFrame) -> dict[str, str]:
     }
 
 
+def shown(names: Sequence[str]) -> str:
+    """Up to four names, and the number of others.
+
+    Examples:
+        >>> shown(["grpo", "rloo"])
+        '`grpo`, `rloo`'
+        >>> shown(["grpo", "rloo", "opo", "gpg", "cispo"])
+        '`grpo`, `rloo`, `opo`, `gpg` and 1 more'
+    """
+    named = ", ".join(f"`{name}`" for name in names[:4])
+    return named if len(names) <= 4 else f"{named} and {len(names) - 4} more"
+
+
 def board_parts(table: pd.DataFrame | None) -> dict[str, str]:
     """What report and README say of the leaderboard and of the study of regimes; nothing without their runs.
 
@@ -146,15 +159,17 @@ def board_parts(table: pd.DataFrame | None) -> dict[str, str]:
         parts["unmeasured"] = ""
     board = board_page.board_of(ends)
     if len(board.means):
-        first = [f"`{method}`" for method, group in board.groups.items() if group == 1]
-        last = [f"`{method}`" for method, group in board.groups.items() if group == max(board.groups.values())]
+        groups = pd.Series(board.groups).groupby(board.groups).groups
+        best = [f"`{board.means[column].idxmax()}` ({board_page.TITLES[column]})" for column in board.ranked]
         rows = len(board_plan.methods_of("leaderboard"))
         counts = f"{board_page.made_runs('leaderboard', table)} of {board_page.planned_runs('leaderboard')} runs"
         picture = "![Mean ranks of presets with intervals, and accuracies by column]"
         said = (
             f"A row for each preset, in seven columns of data: {len(board.means)} of {rows} rows, {counts}."
-            f" The first group is {', '.join(first)}, the last {', '.join(last)};"
+            f" The first of {len(groups)} groups has {shown(list(groups[1]))},"
+            f" the last {shown(list(groups[len(groups)]))};"
             " mean ranks within a group do not differ visibly from that of its first."
+            f" Highest in the columns that all ran: {', '.join(best)}."
         )
         parts["leaderboard"] = (
             f"### Leaderboard\n\n{said} The [leaderboard](leaderboard.md) has all numbers, and takes your own loss.\n\n"

@@ -37,7 +37,8 @@ def test_leaderboard_and_regimes_fill_their_sections(monkeypatch):
     assert parts["unmeasured"] == "" and "**Late rewards and replay are like age.**" in parts["regimes"]
     rows = len(board_plan.methods_of("leaderboard"))
     assert f"3 of {rows} rows, 42 of 100 runs" in parts["leaderboard"]
-    assert "The first group is `grpo`, the last `reinforce`, `opmd`;" in parts["leaderboard"]
+    assert "The first of 2 groups has `grpo`, the last `reinforce`, `opmd`;" in parts["leaderboard"]
+    assert "in the columns that all ran: `grpo` (fresh)." in parts["readme_leaderboard"]
     assert "](docs/leaderboard.png)" in parts["readme_leaderboard"]
     assert "](leaderboard.png)" in parts["leaderboard"]
 
