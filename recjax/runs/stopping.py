@@ -40,11 +40,11 @@ def stop_requests() -> Iterator[list[int]]:
         return
 
     def receive(number: int, _: object) -> None:
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.append(number)  # before the message, during which a second Ctrl-C may come
         if number == signal.SIGINT:
-            if signal.SIGINT in received:
-                raise KeyboardInterrupt
             logger.info("finishing this step and writing a checkpoint; press Ctrl-C again to stop without a checkpoint")
-        received.append(number)
 
     earlier_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     for number in (signal.SIGINT, signal.SIGHUP):

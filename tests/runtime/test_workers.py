@@ -199,11 +199,11 @@ def test_a_second_interrupt_ends_a_run_whose_reward_hangs(tmp_path):
     options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, **options) as process:
         try:
-            while "it hangs" not in process.stdout.readline():
-                pass
-            for _ in range(2):
+            # Two signals that arrive while XLA compiles would be one, so the second waits for the first one's message.
+            for said in ("it hangs", "press Ctrl-C again"):
+                while said not in process.stdout.readline():
+                    assert process.poll() is None
                 process.send_signal(signal.SIGINT)
-                time.sleep(0.5)
             assert process.wait(60) == 130
         finally:
             process.kill()
