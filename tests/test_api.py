@@ -272,7 +272,6 @@ def test_on_step_stops_a_run_only_by_true(counted, caplog):
 def test_a_run_hides_programs_from_the_garbage_collector(counted, monkeypatch):
     gc.unfreeze()
     monkeypatch.setattr(host_memory, "close_gaps", lambda: 1)  # as in a command
-    monkeypatch.setattr(host_memory, "leave_room", lambda: None)
     frozen = []
     counted("run", on_step=lambda row: frozen.append(gc.get_freeze_count()))
     assert frozen[0] == 0 < frozen[-1] and gc.get_freeze_count() == 0

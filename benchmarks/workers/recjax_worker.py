@@ -26,7 +26,7 @@ from recjax.runs import checkpoint
 from recjax.runs.spec import spec_of
 from recjax.runs.start import begin
 from recjax.runtime.cache import keep_compiled_programs
-from recjax.runtime.memory import SETTLING_STEPS, close_gaps, leave_room
+from recjax.runtime.memory import SETTLING_STEPS, close_gaps
 from recjax.training.learner import Learner
 from recjax.training.mesh import make_mesh
 from recjax.training.update import UpdateContext, hyperparameters_of, recipe_of, update
@@ -114,8 +114,8 @@ def prepare(inputs: Inputs) -> System:
         jax.block_until_ready(trained)
         watch.part("update")
         # One less than in a run, which does not wait for updates: here the next one needs the result of this one.
-        if held["steps"] < SETTLING_STEPS - 1 and close_gaps():
-            leave_room()
+        if held["steps"] < SETTLING_STEPS - 1:
+            close_gaps()
         held["steps"] += 1
         return {"inside": watch.seconds, "tokens": int(batch.completion_mask.sum())}
 

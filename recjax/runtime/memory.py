@@ -79,6 +79,10 @@ def close_gaps() -> int:
     gaps with memory again, so the kernel makes no more huge pages between the first gap and the last. The function does
     nothing without the settings of `prepare_host_memory`.
 
+    One new gap of ROOM bytes is for arrays that stay from now on. glibc takes the smallest gap that an array fits in.
+    Without this one, it would be the gap that the update's temporary arrays have left, which would then be too small
+    for them: the process would take their memory a second time. The gap takes no memory before it has content.
+
     Returns:
         Number of closed gaps.
     """
@@ -107,21 +111,10 @@ def close_gaps() -> int:
         first = min(taken)[0]
         last = max(taken)[1]
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_NOHUGEPAGE)
-    return len(taken)
-
-
-def leave_room() -> None:
-    """Makes a gap of ROOM bytes on the heap, for arrays that are allocated after `close_gaps`, and stay.
-
-    glibc takes the smallest gap that an array fits in. Without this one, it would be the gap that the update's
-    temporary arrays have left, which would then be too small for them: the process would take their memory a second
-    time. The gap takes no memory before it has content. The function needs the settings of `prepare_host_memory`.
-    """
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_size_t
     room = libc.malloc(ctypes.c_size_t(ROOM))
-    libc.malloc(ctypes.c_size_t(GUARD))  # keeps the gap apart from the free memory at the end of the heap
+    libc.malloc(ctypes.c_size_t(GUARD))  # keeps the new gap apart from the free memory at the end of the heap
     libc.free(ctypes.c_void_p(room))
+    return len(taken)
 
 
 @contextlib.contextmanager
@@ -129,14 +122,13 @@ def settling_memory() -> Iterator[Callable[[int], None]]:
     """A context that yields a function to call after each training step; it acts only in a command.
 
     After each of the first steps, whose number from 0 is the argument, the function closes the gaps that compiling left
-    on the heap, and leaves one for what later steps keep. It also freezes all objects until the context ends: a
-    collection would look through all that JAX keeps of programs, which takes a second.
+    on the heap. It also freezes all objects until the context ends: a collection would look through all that JAX keeps
+    of programs, which takes a second.
     """
     with contextlib.ExitStack() as stack:
 
         def settle(step: int) -> None:
             if step < SETTLING_STEPS and close_gaps():
-                leave_room()
                 gc.collect()
                 gc.freeze()
                 stack.callback(gc.unfreeze)

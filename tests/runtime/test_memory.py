@@ -122,7 +122,7 @@ def test_gaps_are_taken_and_their_pages_given_back(prepared):
 
 STEPS = """
 import ctypes, sys
-from recjax.runtime.memory import close_gaps, leave_room
+from recjax.runtime import memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_size_t
@@ -137,9 +137,9 @@ def step(number):
     allocated(1 << 20)  # stays
     return temporary
 
-close_gaps()
-if "room" in sys.argv:
-    leave_room()
+if "room" not in sys.argv:
+    memory.ROOM = 0
+memory.close_gaps()
 places = {step(number) for number in range(4)}
 print(max(places) - min(places))
 """
@@ -168,7 +168,6 @@ def test_gaps_are_closed_after_a_long_compilation_alone(monkeypatch):
 def test_the_first_steps_freeze_objects_until_the_context_ends(monkeypatch, closed):
     gc.unfreeze()
     monkeypatch.setattr(host_memory, "close_gaps", lambda: closed)
-    monkeypatch.setattr(host_memory, "leave_room", lambda: None)
     with host_memory.settling_memory() as settle:
         for step in range(3):
             settle(step)
